@@ -56,16 +56,16 @@ class EvaluationBatch:
     rows: int
 
 
-def evaluation_steps(n: int, micro_batch: int, dp_size: int = 1) -> int:
+def evaluation_steps(n: int, micro_batch: int, batch_ranks: int = 1) -> int:
     """Return the number of micro-batches that each data-parallel rank evaluates for `n` samples."""
-    return -(-n // (micro_batch * dp_size))
+    return -(-n // (micro_batch * batch_ranks))
 
 
 def evaluation_batches(
     dataset: MapDataset,
     micro_batch: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
+    batch_rank: int = 0,
+    batch_ranks: int = 1,
     *,
     rows: range | None = None,
     alike: int = 1,
@@ -73,7 +73,7 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """Yield this rank's micro-batches. Over all data-parallel ranks each sample counts once, in the data set's order.
 
-    Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to rank k % dp_size. A call keeps no state, so
+    Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to batch rank k % batch_ranks. No state is kept, so
     it can be abandoned and repeated.
 
     Args:
@@ -87,20 +87,20 @@ def evaluation_batches(
     rows = range(dataset_length(dataset)) if rows is None else rows
     if not rows:
         raise UserError("the evaluation data set is empty")
-    return _batches(dataset, rows, micro_batch, dp_rank, dp_size, alike, data_collator)
+    return _batches(dataset, rows, micro_batch, batch_rank, batch_ranks, alike, data_collator)
 
 
 def _batches(
     dataset: MapDataset,
     rows: range,
     micro_batch: int,
-    dp_rank: int,
-    dp_size: int,
+    batch_rank: int,
+    batch_ranks: int,
     alike: int,
     collator: Collator,
 ) -> Iterator[EvaluationBatch]:
-    n, stride = len(rows), micro_batch * dp_size
-    starts = range(dp_rank * micro_batch, evaluation_steps(n, micro_batch, dp_size) * stride, stride)
+    n, stride = len(rows), micro_batch * batch_ranks
+    starts = range(batch_rank * micro_batch, evaluation_steps(n, micro_batch, batch_ranks) * stride, stride)
     # Fill up from the front of the data set: these rows exist, and every rank computes the same ones.
     batches = [[rows[k if k < n else (k - start) % n] for k in range(start, start + micro_batch)] for start in starts]
     for first in range(0, len(batches), max(alike, 1)):

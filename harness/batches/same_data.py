@@ -28,10 +28,10 @@ def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    own = groups.coordinate.reader, digest(micro_batches) if micro_batches else None
+    own = groups.coordinate.batch_rank, digest(micro_batches) if micro_batches else None
     found = all_gather_object(own)
-    for reader in range(groups.layout.readers):
-        ranks = {rank: read for rank, (place, read) in enumerate(found) if place == reader and read is not None}
+    for batch_rank in range(groups.layout.batch_ranks):
+        ranks = {rank: read for rank, (place, read) in enumerate(found) if place == batch_rank and read is not None}
         first = min(ranks)
         others = [rank for rank, read in ranks.items() if read != ranks[first]]
         if others:

@@ -1,8 +1,8 @@
 """Stream the training samples of one data-parallel coordinate, step after step.
 
-A global batch is consecutive samples in the order of `order.py`, cut into micro-batches. Micro-batch k goes to data
-rank k % dp_size, so another data-parallel size computes the same micro-batches on other ranks. The only state is the
-number of samples that all ranks together have consumed.
+A global batch is consecutive samples in the order of `order.py`, cut into micro-batches. Micro-batch k goes to batch
+rank k % batch_ranks, so another data-parallel size computes the same micro-batches on other ranks. The only state is
+the number of samples that all ranks together have consumed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepPlan:
 class BatchStream:
     """An endless stream of micro-batches: after the last sample the next epoch begins, in a new order.
 
-    `dataset` is map-style (`len`, `[i]`); only rows of this `dp_rank` are read. `consumed` is the number of samples
+    `dataset` is map-style (`len`, `[i]`); only rows of this `batch_rank` are read. `consumed` is the number of samples
     that the run has used so far. Raises UserError if the data set is smaller than one global batch.
 
     Attributes:
@@ -80,8 +80,8 @@ class BatchStream:
         seed: int,
         micro_batch: int,
         accumulation: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        batch_rank: int = 0,
+        batch_ranks: int = 1,
         consumed: int = 0,
         data_collator: Collator = collate,
         one_length: bool = False,
@@ -92,9 +92,9 @@ class BatchStream:
         self.seed = seed
         self.micro_batch = micro_batch
         self.accumulation = accumulation
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.global_batch = micro_batch * accumulation * dp_size
+        self.batch_rank = batch_rank
+        self.batch_ranks = batch_ranks
+        self.global_batch = micro_batch * accumulation * batch_ranks
         self.consumed = self.before = consumed
         self.sources: list[list[int]] = []
         self.skipped: list[list[int]] = []
@@ -108,7 +108,7 @@ class BatchStream:
         self._ordered_from = 0
         self._tokens: int | None = None
         self._masked = 0
-        require_samples(self.n, micro_batch, accumulation, dp_size)
+        require_samples(self.n, micro_batch, accumulation, batch_ranks)
 
     @property
     def epoch(self) -> float:
@@ -141,9 +141,9 @@ class BatchStream:
         """
         if isinstance(self.dataset, OwnOrder) and self.dataset.endless:
             raise UserError("a stream is read once, while training: iterate over the data set itself")
-        round_size = self.micro_batch * self.dp_size
+        round_size = self.micro_batch * self.batch_ranks
         rows = self._order(0, -(-self.n // round_size) * round_size).reshape(-1, self.micro_batch)
-        mine: list[list[int]] = rows[self.dp_rank :: self.dp_size].tolist()
+        mine: list[list[int]] = rows[self.batch_rank :: self.batch_ranks].tolist()
         return mine
 
     def tokens(self, units: int) -> int:
@@ -158,7 +158,7 @@ class BatchStream:
         if self._tokens is not None:
             return self._tokens
         counts_samples = units <= self.micro_batch * self.accumulation
-        return (units if counts_samples else units - self._masked) * self.dp_size
+        return (units if counts_samples else units - self._masked) * self.batch_ranks
 
     def padding_share(self) -> float:
         """Return the share of padding among the tokens of the first 16 steps, 0 to 1."""
@@ -216,7 +216,7 @@ class BatchStream:
             assert found.lengths is not None
             lengths = found.lengths.tolist()
             tokens = found.tokens - found.padding
-        mine = slice(self.dp_rank, None, self.dp_size)
+        mine = slice(self.batch_rank, None, self.batch_ranks)
         return StepPlan(
             consumed=consumed,
             rows=batches[mine].tolist(),
@@ -227,16 +227,18 @@ class BatchStream:
         )
 
 
-def require_samples(count: int, micro_batch: int, accumulation: int, dp_size: int, *, at_most: bool = False) -> None:
+def require_samples(
+    count: int, micro_batch: int, accumulation: int, batch_ranks: int, *, at_most: bool = False
+) -> None:
     """Raise UserError for fewer samples than one global batch.
 
     With `at_most` the number of samples is not known yet and `count` is an upper bound.
     """
-    if count < (batch := micro_batch * accumulation * dp_size):
+    if count < (batch := micro_batch * accumulation * batch_ranks):
         number = f"{'at most ' if at_most else ''}{counted(count, 'sample')}"
         raise UserError(
             f"the data set has {number}, fewer than one global batch of {batch} "
-            f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {dp_size}): "
+            f"(micro-batch {micro_batch} x accumulation {accumulation} x data parallel {batch_ranks}): "
             "give more text, a smaller --block_size or a smaller train_batch_size"
         )
 

@@ -86,8 +86,8 @@ def _smaller(whole: Layout, ranks: int) -> Iterator[Layout]:
     """Yield the layouts for at most `ranks` ranks, the best one first."""
     for tp_size, cp_size in product(reversed(divisors(whole.tp_size)), reversed(divisors(whole.cp_size))):
         for pp_size in range(whole.pp_size, 0, -1):
-            for readers in range(min(ranks // (tp_size * pp_size * cp_size), whole.world_size), 0, -1):
-                dp_size = readers * cp_size
+            for batch_ranks in range(min(ranks // (tp_size * pp_size * cp_size), whole.world_size), 0, -1):
+                dp_size = batch_ranks * cp_size
                 neighbours = max(size for size in divisors(dp_size) if size <= whole.ep_data_size)
                 ep_size = tp_size * neighbours if whole.ep_size > 1 else 1
                 yield Layout(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size, cp_size=cp_size)

@@ -111,7 +111,7 @@ class DrawKey:
 class DrawKeys:
     """The keys of this rank's micro-batches, in the order of their forward passes.
 
-    The k-th micro-batch of a global batch belongs to data reader k % readers (see `BatchStream`).
+    The k-th micro-batch of a global batch belongs to batch rank k % batch_ranks (see `BatchStream`).
     """
 
     def __init__(
@@ -119,28 +119,28 @@ class DrawKeys:
         *,
         seed: int,
         micro_batch: int,
-        reader: int,
-        readers: int,
+        batch_rank: int,
+        batch_ranks: int,
         tensor: TensorParallel,
         device: torch.device,
     ) -> None:
         self.seed = seed
         self.micro_batch = micro_batch
-        self.reader = reader
-        self.readers = readers
+        self.batch_rank = batch_rank
+        self.batch_ranks = batch_ranks
         self.tensor = tensor
         self.device = device
         self.begin_step(0)
 
     def begin_step(self, consumed_samples: int) -> None:
         """Begin a step; `consumed_samples` counts the samples of all ranks in earlier steps."""
-        self._first = consumed_samples + self.reader * self.micro_batch
+        self._first = consumed_samples + self.batch_rank * self.micro_batch
         self._passed: Counter[int] = Counter()
 
     def next(self, chunk: int = 0) -> DrawKey:
         """Return the key of this rank's next micro-batch of the step for a model chunk."""
-        # Readers take micro-batches in turn, so this rank's next one is `readers` micro-batches further on.
-        first = self._first + self._passed[chunk] * self.readers * self.micro_batch
+        # Readers take micro-batches in turn, so this rank's next one is `batch_ranks` micro-batches further on.
+        first = self._first + self._passed[chunk] * self.batch_ranks * self.micro_batch
         self._passed[chunk] += 1
         return DrawKey(
             seed=self.seed, first_sample=first, samples=self.micro_batch, tensor=self.tensor, device=self.device

@@ -191,7 +191,7 @@ def _ladder(task: Task, one: Strategy) -> Iterator[Strategy]:
 
 def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
     """Yield the ways to run a layout: ZeRO stage, offload, checkpointing, micro-batch and schedule."""
-    samples = task.global_batch // base.readers
+    samples = task.global_batch // base.batch_ranks
     recompute: tuple[Recompute, ...] = ("none", "full")
     habits = task.workload.habits
     is_ours = habits.zero_stage is None

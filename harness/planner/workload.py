@@ -251,10 +251,10 @@ class Strategy:
     @property
     def global_batch(self) -> int:
         """Number of samples in a step."""
-        return self.micro_batch * self.accumulation * self.readers
+        return self.micro_batch * self.accumulation * self.batch_ranks
 
     @property
-    def readers(self) -> int:
+    def batch_ranks(self) -> int:
         """Number of data-parallel ranks that read different samples."""
         return self.dp_size // self.cp_size
 

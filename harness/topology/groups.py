@@ -72,7 +72,7 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups: dict[Axis, ProcessGroup | None] = {}
     for axis in AXES:  # new_group is collective: all ranks must create the same groups in the same order
-        is_data = axis == "context" and layout.readers == 1
+        is_data = axis == "context" and layout.batch_ranks == 1
         groups[axis] = groups["data"] if is_data else _build_axis(layout.groups(axis), layout, rank)
     ep_group = _build_axis(layout.expert_groups(), layout, rank)
     ep_copies = None if ep_group is None else _build_axis(layout.expert_copies(), layout, rank)

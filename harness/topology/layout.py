@@ -1,7 +1,7 @@
 """Convert between global ranks and coordinates on the axes of parallelism.
 
 A `Layout` is the sizes of three axes (pipeline, data, tensor) and of two subdivisions: `cp_size` neighbouring data
-ranks form the context ranks of one reader of data, and experts may be distributed over tensor and data ranks.
+ranks form the context ranks of one batch rank, and experts may be distributed over tensor and data ranks.
 The tensor axis is innermost and the pipeline axis outermost,
 
     rank = (stage * dp_size + dp_rank) * tp_size + tp_rank,
@@ -27,13 +27,13 @@ AXIS_SIZES = {"pipeline": "pp_size", "data": "dp_size", "context": "cp_size", "t
 class Coordinate:
     """A rank's coordinates, each from 0: pipeline stage, data rank, tensor rank.
 
-    `reader` and `cp_rank` split the data rank in two: which samples it reads, and which stretch of them it keeps.
+    `batch_rank` and `cp_rank` split the data rank in two: which samples it reads, and which stretch of them it keeps.
     """
 
     stage: int
     dp_rank: int
     tp_rank: int
-    reader: int
+    batch_rank: int
     cp_rank: int
 
     def along(self, axis: Axis) -> int:
@@ -41,7 +41,7 @@ class Coordinate:
         return {"pipeline": self.stage, "data": self.dp_rank, "context": self.cp_rank, "tensor": self.tp_rank}[axis]
 
     def __str__(self) -> str:
-        context = f" (context {self.cp_rank})" if self.cp_rank or self.reader != self.dp_rank else ""
+        context = f" (context {self.cp_rank})" if self.cp_rank or self.batch_rank != self.dp_rank else ""
         return f"stage {self.stage}, data {self.dp_rank}{context}, tensor {self.tp_rank}"
 
 
@@ -91,7 +91,7 @@ class Layout:
         return cls(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size * cp_size, ep_size=ep_size, cp_size=cp_size)
 
     @property
-    def readers(self) -> int:
+    def batch_ranks(self) -> int:
         """Number of data ranks that read different samples; dp_size without context parallelism."""
         return self.dp_size // self.cp_size
 
@@ -125,8 +125,8 @@ class Layout:
             raise IndexError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
         rest, tp_rank = divmod(rank, self.tp_size)
         stage, dp_rank = divmod(rest, self.dp_size)
-        reader, cp_rank = divmod(dp_rank, self.cp_size)
-        return Coordinate(stage=stage, dp_rank=dp_rank, tp_rank=tp_rank, reader=reader, cp_rank=cp_rank)
+        batch_rank, cp_rank = divmod(dp_rank, self.cp_size)
+        return Coordinate(stage=stage, dp_rank=dp_rank, tp_rank=tp_rank, batch_rank=batch_rank, cp_rank=cp_rank)
 
     def rank(self, *, stage: int, dp_rank: int, tp_rank: int) -> int:
         """Return the global rank at these coordinates. IndexError if they are outside the layout."""

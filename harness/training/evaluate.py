@@ -227,7 +227,7 @@ def _sums(
     engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> EvaluationTotals:
     """Return the sums over the samples `rows`."""
-    place, size = engine.groups.coordinate.reader, engine.groups.layout.readers
+    place, size = engine.groups.coordinate.batch_rank, engine.groups.layout.batch_ranks
     steps = evaluation_steps(len(rows), micro_batch, size)
     # Stages exchange the shape of activations once per call of the engine, so its micro-batches must be padded alike.
     alike = 0 if engine.has_router_loss else CHUNK if engine.groups.layout.pp_size > 1 else 1

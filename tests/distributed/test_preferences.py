@@ -40,11 +40,11 @@ class PreferenceJob(Job):
         return "-".join(filter(None, (self.kind, self.layout, "adapters" * self.adapters, self.then, *self.config)))
 
     def deepspeed_config(self) -> dict[str, Any]:
-        readers = self.size("dp")
+        batch_ranks = self.size("dp")
         batch = {
             "train_batch_size": BATCH,
             "train_micro_batch_size_per_gpu": self.micro,
-            "gradient_accumulation_steps": BATCH // self.micro // readers,
+            "gradient_accumulation_steps": BATCH // self.micro // batch_ranks,
             "context_parallel": {"size": self.size("cp")},
         }
         return {**super().deepspeed_config(), **batch, **self.config}

@@ -42,14 +42,14 @@ OF_DATA_AND_MODEL = {
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", TENSOR, GRADIENT_BITS}
 
 
-def fill_batch(resolution: Resolution, readers: int) -> None:
+def fill_batch(resolution: Resolution, batch_ranks: int) -> None:
     """Write all three batch sizes; if they do not agree, a rule reports it.
 
     Args:
-        readers: number of data-parallel ranks that read different samples.
+        batch_ranks: number of data-parallel ranks that read different samples.
     """
     sizes = stated_sizes(resolution.config, resolution.values)
-    batch = complete(sizes.train, sizes.micro, sizes.accumulation, readers)
+    batch = complete(sizes.train, sizes.micro, sizes.accumulation, batch_ranks)
     if batch is None:
         return
     for pointer, size in {MICRO: batch.micro, ACCUMULATION: batch.accumulation}.items():

@@ -70,7 +70,7 @@ def resolve_before_data(
     document = read(config, check) if isinstance(config, Mapping) else config
     run = Resolution(copy.deepcopy(document.data) if check is None else check.as_read(document.data), values)
     # The config may still be wrong: a value that cannot be written is left out here, and the check refuses it.
-    filling.fill_batch(run, ConfigView(data=run.config, **values.layout).readers or 1)
+    filling.fill_batch(run, ConfigView(data=run.config, **values.layout).batch_ranks or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)

@@ -52,6 +52,6 @@ class Resolved:
     feed_forward_tile: int  # number of tokens that feed-forward blocks and norms compute at a time; 0: all
 
     @property
-    def readers(self) -> int:
+    def batch_ranks(self) -> int:
         """Number of data-parallel ranks that read different samples."""
         return self.dp_size // self.cp_size

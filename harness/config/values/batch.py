@@ -171,22 +171,22 @@ def micro_batches_wanted(num_stages: int, schedule: str = DEFAULT, chunks_per_st
 
 
 def batch_size_conflict(
-    sizes: StatedSizes, readers: int, *, cp_size: int = 1, ranks_are_known: bool = True
+    sizes: StatedSizes, batch_ranks: int, *, cp_size: int = 1, ranks_are_known: bool = True
 ) -> tuple[str, str]:
     """Return a message for three sizes that do not multiply, and advice with sizes that do.
 
     Args:
-        readers: number of data-parallel ranks that read different samples; `cp_size` ranks share each.
+        batch_ranks: number of data-parallel ranks that read different samples; `cp_size` ranks share each.
     """
     name, train, micro, accumulation = sizes.train_name, sizes.train, sizes.micro, sizes.accumulation
     factors = {"micro-batch": micro, "accumulation": accumulation}
     known = [f"{words} {size}" for words, size in factors.items() if size is not None]
     rank = "data-parallel rank" if cp_size == 1 else f"data-parallel / {cp_size} context rank"
-    count = readers if cp_size == 1 else readers * cp_size
+    count = batch_ranks if cp_size == 1 else batch_ranks * cp_size
     ranks = [counted(count, rank)] if ranks_are_known or not known else []
     is_product = len(known) == 2 and bool(ranks)
     message = f"{name} {train} is not {'' if is_product else 'a multiple of '}{' x '.join([*known, *ranks])}"
-    others = (readers if ranks_are_known else 1) * (accumulation or 1)
+    others = (batch_ranks if ranks_are_known else 1) * (accumulation or 1)
     unit = others * (micro or 1)
     if train is None or unit < 1 or train < 1:
         return message, "use sizes of at least 1"

@@ -143,7 +143,7 @@ class ConfigView:
         return None if self.world_size is None or self.world_size % cut else self.world_size // cut
 
     @cached_property
-    def readers(self) -> int | None:
+    def batch_ranks(self) -> int | None:
         """Number of data-parallel ranks that read different samples; None if the ranks are unknown or do not fit."""
         return None if self.dp_size is None or self.dp_size % self.cp_size else self.dp_size // self.cp_size
 

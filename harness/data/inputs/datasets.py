@@ -152,7 +152,7 @@ def _require_enough(documents: Sequence[Documents], form: SampleForm, config: Ru
         if "conversation" not in each.column_names:  # upper bound: two tokens a byte, and one a document for its end
             most += sum(2 * len(text.encode()) + 8 for text in each["text"]) / form.block_size
     resolved = config.resolved
-    require_samples(int(most), resolved.micro_batch, resolved.accumulation, resolved.readers, at_most=True)
+    require_samples(int(most), resolved.micro_batch, resolved.accumulation, resolved.batch_ranks, at_most=True)
 
 
 def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:

@@ -275,8 +275,8 @@ def draw_keys(context: EngineContext) -> DrawKeys:
     return DrawKeys(
         seed=context.args.seed,
         micro_batch=context.resolved.micro_batch,
-        reader=groups.coordinate.reader,
-        readers=groups.layout.readers,
+        batch_rank=groups.coordinate.batch_rank,
+        batch_ranks=groups.layout.batch_ranks,
         tensor=TensorParallel.of(groups.tp_group),
         device=context.device,
     )

@@ -206,7 +206,7 @@ class Engine(ABC):
 
         # 2. Forward, backward, gradient reduction, clipping, update. The seed depends on the step and the data rank
         #    alone, so a checkpoint needs no RNG state, and ranks that share samples draw the same numbers.
-        seed = seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.reader)
+        seed = seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.batch_rank)
         with own_generators(seed, self.device), self._attending(whole, length):
             loss, parts = self._forward_backward_update(batches, length)
 

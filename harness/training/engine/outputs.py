@@ -88,7 +88,7 @@ class KeptOutputs:
             groups.layout.rank(stage=groups.loss_stage, dp_rank=first, tp_rank=0)
             for first in range(0, groups.layout.dp_size, groups.layout.cp_size)
         ]
-        # Reader k % readers has evaluated micro-batch k: interleaving restores the order of the data set.
+        # Batch rank k % batch_ranks has evaluated micro-batch k: interleaving restores the order of the data set.
         for step in zip(*(parts[rank] for rank in ranks), strict=True):
             self._gathered += step
 

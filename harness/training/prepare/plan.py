@@ -192,7 +192,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
-        require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.readers)
+        require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.batch_ranks)
     _require_parts(inputs, resolved)
     if source is None:
         _require_config_for_layers(resolved)

@@ -12,21 +12,21 @@ from harness.errors import UserError
 SIZES = {
     "n": st.integers(1, 30),
     "micro": st.integers(1, 5),
-    "dp_size": st.integers(1, 4),
+    "batch_ranks": st.integers(1, 4),
 }
 
 
-def on_all_ranks(dataset, micro, dp_size):
-    return [list(evaluation_batches(dataset, micro, rank, dp_size)) for rank in range(dp_size)]
+def on_all_ranks(dataset, micro, batch_ranks):
+    return [list(evaluation_batches(dataset, micro, rank, batch_ranks)) for rank in range(batch_ranks)]
 
 
 @given(**SIZES)
-def test_every_rank_runs_alike_and_counts_each_sample_once(n, micro, dp_size):
+def test_every_rank_runs_alike_and_counts_each_sample_once(n, micro, batch_ranks):
     dataset = [{"input_ids": [i, i]} for i in range(n)]
-    ranks = on_all_ranks(dataset, micro, dp_size)
+    ranks = on_all_ranks(dataset, micro, batch_ranks)
     counted = []
     for batches in ranks:
-        assert len(batches) == evaluation_steps(n, micro, dp_size)
+        assert len(batches) == evaluation_steps(n, micro, batch_ranks)
         for batch in batches:
             assert batch.inputs.shape == batch.labels.shape == (micro, 2)
             valid = (batch.labels != -100).all(dim=1)
@@ -36,9 +36,9 @@ def test_every_rank_runs_alike_and_counts_each_sample_once(n, micro, dp_size):
 
 
 @given(**SIZES)
-def test_the_mean_of_the_counted_rows_is_the_mean_of_the_data(n, micro, dp_size):
+def test_the_mean_of_the_counted_rows_is_the_mean_of_the_data(n, micro, batch_ranks):
     targets = torch.arange(float(n)).view(n, 1) ** 2
-    ranks = on_all_ranks(TensorDataset(torch.zeros(n, 3), targets), micro, dp_size)
+    ranks = on_all_ranks(TensorDataset(torch.zeros(n, 3), targets), micro, batch_ranks)
     batches = [batch for rank in ranks for batch in rank]
     total = sum(float(batch.labels[: batch.rows].sum()) for batch in batches)
     assert all(batch.labels.shape == (micro, 1) for batch in batches)

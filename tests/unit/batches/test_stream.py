@@ -41,18 +41,18 @@ class Rows:
         return {"input_ids": [i] * 3}
 
 
-def streams(dataset, dp_size, micro=2, accumulation=4, consumed=0, seed=7):
+def streams(dataset, batch_ranks, micro=2, accumulation=4, consumed=0, seed=7):
     return [
         BatchStream(
             dataset,
             seed=seed,
             micro_batch=micro,
-            accumulation=accumulation // dp_size,
-            dp_rank=rank,
-            dp_size=dp_size,
+            accumulation=accumulation // batch_ranks,
+            batch_rank=rank,
+            batch_ranks=batch_ranks,
             consumed=consumed,
         )
-        for rank in range(dp_size)
+        for rank in range(batch_ranks)
     ]
 
 
@@ -86,12 +86,12 @@ def test_micro_batches_are_ids_and_labels_of_one_shape(dataset):
 @given(
     micro=st.integers(1, 4),
     accumulation=st.integers(1, 3),
-    dp_size=st.integers(1, 3),
+    batch_ranks=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_an_epoch_uses_each_sample_once_and_the_next_has_another_order(micro, accumulation, dp_size, seed):
+def test_an_epoch_uses_each_sample_once_and_the_next_has_another_order(micro, accumulation, batch_ranks, seed):
     rows = Rows(N)
-    ranks = streams(rows, dp_size, micro, accumulation * dp_size, seed=seed)
+    ranks = streams(rows, batch_ranks, micro, accumulation * batch_ranks, seed=seed)
     while len(rows.read) < 2 * N:
         for rank in ranks:
             rank.next_step()
@@ -105,7 +105,9 @@ def by_step(read, stream):
     """Each step's reads, rank after rank, put back into the order in which samples were dealt."""
     for start in range(0, len(read), stream.global_batch):
         step = torch.tensor(read[start : start + stream.global_batch])
-        yield (step.view(stream.dp_size, stream.accumulation, stream.micro_batch).transpose(0, 1).flatten().tolist())
+        yield (
+            step.view(stream.batch_ranks, stream.accumulation, stream.micro_batch).transpose(0, 1).flatten().tolist()
+        )
 
 
 def test_a_rank_reads_its_own_rows_only():
@@ -150,10 +152,10 @@ def test_a_collator_of_ones_own_replaces_the_default():
 
 
 def test_too_few_samples_are_told_with_the_numbers(dataset):
-    BatchStream(dataset.select(range(8)), seed=0, micro_batch=2, accumulation=2, dp_size=2)
+    BatchStream(dataset.select(range(8)), seed=0, micro_batch=2, accumulation=2, batch_ranks=2)
     words = r"7 samples, fewer than one global batch of 8 \(micro-batch 2 x accumulation 2 x data parallel 2\)"
     with pytest.raises(UserError, match=words):
-        BatchStream(dataset.select(range(7)), seed=0, micro_batch=2, accumulation=2, dp_size=2)
+        BatchStream(dataset.select(range(7)), seed=0, micro_batch=2, accumulation=2, batch_ranks=2)
 
 
 def test_a_data_set_without_an_order_is_refused():
@@ -226,8 +228,8 @@ def test_random_samples_are_the_same_on_every_rank_that_reads_them_and_differ_be
     def noisy(samples):
         return torch.stack([x for x, _ in samples]) + np.random.rand(), torch.stack([y for _, y in samples])
 
-    def read(dp_size):
-        sources = streams(Noise(), dp_size, consumed=24)
+    def read(batch_ranks):
+        sources = streams(Noise(), batch_ranks, consumed=24)
         for source in sources:
             source.collator = noisy
         return [pair for turn in zip(*[source.next_step() for source in sources], strict=True) for pair in turn]
@@ -246,7 +248,7 @@ def test_random_samples_are_the_same_on_every_rank_that_reads_them_and_differ_be
 
 def test_1024_ranks_deal_out_a_hundred_million_rows_and_hold_none_of_them():
     rows, some = Rows(10**8), range(0, 1024, 32)
-    ranks = streams(rows, dp_size=1024, accumulation=1024, consumed=10**8 - 1000)  # over the end of an epoch
+    ranks = streams(rows, batch_ranks=1024, accumulation=1024, consumed=10**8 - 1000)  # over the end of an epoch
     tracemalloc.start()
     for rank in some:
         ranks[rank].next_step()

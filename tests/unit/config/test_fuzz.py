@@ -81,6 +81,6 @@ def test_nothing_but_findings_comes_out(raw, target, world_size):
     assert again.text == fixed.text
     try:
         resolved = resolve(document, AutoValues(world_size=world_size or 1, hidden_size=64))
-        assert resolved.train_batch == resolved.micro_batch * resolved.accumulation * resolved.readers
+        assert resolved.train_batch == resolved.micro_batch * resolved.accumulation * resolved.batch_ranks
     except ConfigError as error:
         assert error.diagnostics

@@ -64,7 +64,7 @@ def test_data_parallel_ranks(options: dict[str, Any], ranks: int | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "readers"),
+    ("options", "batch_ranks"),
     [
         pytest.param({}, None, id="not known"),
         pytest.param({"world_size": 12}, 1, id="three ranks a sequence"),
@@ -73,8 +73,8 @@ def test_data_parallel_ranks(options: dict[str, Any], ranks: int | None) -> None
         pytest.param({"world_size": 6, "target": "deepspeed"}, 2, id="of all ranks"),
     ],
 )
-def test_data_ranks_that_read_different_samples(options: dict[str, Any], readers: int | None) -> None:
-    assert view(CUT, **options).readers == readers
+def test_data_ranks_that_read_different_samples(options: dict[str, Any], batch_ranks: int | None) -> None:
+    assert view(CUT, **options).batch_ranks == batch_ranks
 
 
 @pytest.mark.parametrize(

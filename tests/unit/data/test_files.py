@@ -178,7 +178,7 @@ def sources(tmp_path_factory):
     return [text, make_samples(chats, ByteTokenizer(), 64, Preparation(cache)), more]
 
 
-def drawn(data, steps, dp_size=1, consumed=0):
+def drawn(data, steps, batch_ranks=1, consumed=0):
     """Rows of each step, of all data ranks in the order in which they are dealt."""
 
     class Rows(OwnOrder):
@@ -190,7 +190,7 @@ def drawn(data, steps, dp_size=1, consumed=0):
         def __getitem__(self, index):
             return {"input_ids": [index, index]}
 
-    ranks = ranks_of(Rows, 3, dp_size, consumed)
+    ranks = ranks_of(Rows, 3, batch_ranks, consumed)
     found = []
     for _ in range(steps):
         read = [rank.next_step() for rank in ranks]
@@ -206,7 +206,7 @@ def test_each_source_gives_its_share_in_any_layout_and_after_a_resume(sources):
     for upto in (8, 80, 333, 800):
         counts = np.bincount(number[:upto], minlength=3)
         assert np.abs(counts - np.array([0.2, 0.1, 0.7]) * upto).max() <= 2
-    assert drawn(mixture, 25, dp_size=4) == rows[:200].tolist()
+    assert drawn(mixture, 25, batch_ranks=4) == rows[:200].tolist()
     assert drawn(mixture, 10, consumed=80) == rows[80:160].tolist()
     for source, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         size, mine = end - first, rows[number == source]

@@ -27,8 +27,10 @@ def samples(tmp_path_factory):
     return make_samples(documents, ByteTokenizer(), BLOCK, Preparation(tmp_path_factory.mktemp("cache")))
 
 
-def stream(data, one_length, dp_rank=0):
-    return BatchStream(data, seed=1, micro_batch=2, accumulation=2, dp_rank=dp_rank, dp_size=2, one_length=one_length)
+def stream(data, one_length, batch_rank=0):
+    return BatchStream(
+        data, seed=1, micro_batch=2, accumulation=2, batch_rank=batch_rank, batch_ranks=2, one_length=one_length
+    )
 
 
 def test_a_batch_is_as_long_as_its_longest_sample(samples):

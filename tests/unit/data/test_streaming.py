@@ -98,8 +98,8 @@ def mixed(text, chats, buffer=0, *, packing=False):
     return Streamed(sources, [3, 1], buffer)
 
 
-def drawn(data, steps, dp_size=1, consumed=0):
-    ranks = ranks_of(data, 1, dp_size, consumed)
+def drawn(data, steps, batch_ranks=1, consumed=0):
+    ranks = ranks_of(data, 1, batch_ranks, consumed)
     found = []
     for _ in range(steps):
         read = [rank.next_step() for rank in ranks]
@@ -115,7 +115,7 @@ def steps_and_a_resume(make, samples=None):
     """Nine steps; the first six of them on two data ranks, the last three resumed from the position of the first of
     these."""
     wanted, _ = drawn(make, 9)
-    found, ranks = drawn(make, 6, dp_size=2)
+    found, ranks = drawn(make, 6, batch_ranks=2)
     assert found == wanted[:24]
     kept = json.loads(json.dumps(ranks[0].dataset.position(ranks[0].consumed)))
     if samples is not None:

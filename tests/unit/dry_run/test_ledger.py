@@ -138,7 +138,7 @@ MEMORY = Memory(
 
 
 def report(memory: Memory | None = MEMORY, messages: dict[Message, Traffic] | None = None) -> RankReport:
-    groups: Any = SimpleNamespace(rank=2, coordinate=Coordinate(stage=1, dp_rank=0, tp_rank=0, reader=0, cp_rank=0))
+    groups: Any = SimpleNamespace(rank=2, coordinate=Coordinate(stage=1, dp_rank=0, tp_rank=0, batch_rank=0, cp_rank=0))
     return RankReport(
         groups=groups,
         chunks={1: (3, 6)},

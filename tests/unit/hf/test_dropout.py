@@ -30,7 +30,7 @@ def sequence(model: PretrainedConfig, interval: int) -> tuple[LayerSequence, Dra
     source = ModelSource(name="tiny", config=model, weights=None)
     place = TensorParallel()
     causal = assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
-    keys = DrawKeys(seed=0, micro_batch=2, reader=0, readers=1, tensor=place, device=CPU)
+    keys = DrawKeys(seed=0, micro_batch=2, batch_rank=0, batch_ranks=1, tensor=place, device=CPU)
     return LayerSequence(causal.layers, checkpoint_interval=interval, seed=0, keys=keys).train(), keys
 
 

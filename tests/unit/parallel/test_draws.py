@@ -24,7 +24,7 @@ SAMPLES, HEADS, LENGTH = 8, 4, 6
 def keys(micro_batch: int = 2, data: tuple[int, int] = (0, 1), tensor: TensorParallel | None = None) -> DrawKeys:
     rank, size = data
     tensor = tensor or TensorParallel()
-    return DrawKeys(seed=7, micro_batch=micro_batch, reader=rank, readers=size, tensor=tensor, device=CPU)
+    return DrawKeys(seed=7, micro_batch=micro_batch, batch_rank=rank, batch_ranks=size, tensor=tensor, device=CPU)
 
 
 def dropout(rows: int) -> Tensor:
@@ -51,16 +51,16 @@ def like(rows: int) -> Tensor:
 DRAWS = [dropout, flattened, jitter, attention, like]
 
 
-def drawn(draw: Callable[[int], Tensor], micro_batch: int, dp_size: int, layer: int = 1) -> Tensor:
+def drawn(draw: Callable[[int], Tensor], micro_batch: int, batch_ranks: int, layer: int = 1) -> Tensor:
     """What the samples of one step draw, in their order, dealt out to data-parallel ranks as the stream does."""
     parts: dict[int, Tensor] = {}
-    for rank in range(dp_size):
-        source = keys(micro_batch, (rank, dp_size))
+    for rank in range(batch_ranks):
+        source = keys(micro_batch, (rank, batch_ranks))
         source.begin_step(40)
-        for number in range(SAMPLES // micro_batch // dp_size):
+        for number in range(SAMPLES // micro_batch // batch_ranks):
             with source.next().layer(layer):
                 draw(micro_batch)
-                parts[number * dp_size + rank] = draw(micro_batch)
+                parts[number * batch_ranks + rank] = draw(micro_batch)
     return torch.cat([parts[index] for index in sorted(parts)])
 
 
@@ -68,8 +68,8 @@ def drawn(draw: Callable[[int], Tensor], micro_batch: int, dp_size: int, layer: 
 def test_a_sample_draws_the_same_in_every_micro_batch_and_on_every_data_rank(draw: Any) -> None:
     one = drawn(draw, 8, 1)
     assert len(set(map(repr, one.view(SAMPLES, -1).tolist()))) == SAMPLES, "samples draw alike"
-    for micro_batch, dp_size in ((4, 1), (2, 2), (1, 1), (1, 4)):
-        assert torch.equal(drawn(draw, micro_batch, dp_size), one), (micro_batch, dp_size)
+    for micro_batch, batch_ranks in ((4, 1), (2, 2), (1, 1), (1, 4)):
+        assert torch.equal(drawn(draw, micro_batch, batch_ranks), one), (micro_batch, batch_ranks)
     assert not torch.equal(drawn(draw, 8, 1, layer=2), one)
 
 

@@ -147,9 +147,9 @@ def test_places_and_ranks_outside_the_layout_are_index_errors() -> None:
 def test_context_ranks_are_neighbours_on_the_data_axis() -> None:
     layout = Layout(pp_size=2, tp_size=2, dp_size=4, cp_size=2)
     assert str(layout) == "pp2 x dp4 (cp2) x tp2"
-    assert (layout.readers, layout.world_size) == (2, 16)
+    assert (layout.batch_ranks, layout.world_size) == (2, 16)
     places = [layout.coordinate(rank) for rank in range(8)]
-    assert [(place.reader, place.cp_rank) for place in places[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(place.batch_rank, place.cp_rank) for place in places[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert layout.ranks_along("context", 5) == [5, 7]
     assert layout.groups("context")[:3] == [[0, 2], [1, 3], [4, 6]]
     assert Layout.from_world(16, pp_size=2, tp_size=2, cp_size=2) == layout

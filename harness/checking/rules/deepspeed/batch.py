@@ -54,13 +54,13 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     if any(size not in (None, AUTO) and (whole(size) or 0) < 1 for size in in_file):
         return  # another rule reports a wrong value
     sizes = stated_sizes(view.file_as_read, view.arguments)
-    if sizes.train is None or (view.world_size is not None and view.readers is None):
+    if sizes.train is None or (view.world_size is not None and view.batch_ranks is None):
         return
-    ranks = view.readers or _some_ranks(sizes.train, sizes.micro, sizes.accumulation)
+    ranks = view.batch_ranks or _some_ranks(sizes.train, sizes.micro, sizes.accumulation)
     batch = complete(sizes.train, sizes.micro, sizes.accumulation, ranks)
     if batch is None or batch.fits(ranks):
         return
-    known = view.readers is not None
+    known = view.batch_ranks is not None
     message, hint = batch_size_conflict(sizes, ranks, cp_size=view.cp_size, ranks_are_known=known)
     yield Finding(pointer=TRAIN, message=message, hint=hint, deepspeed="raises AssertionError", on_value=True)
 
