@@ -73,8 +73,8 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """Yield this rank's micro-batches. Over all data-parallel ranks each sample counts once, in the data set's order.
 
-    Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to batch rank k % batch_ranks. No state is kept, so
-    it can be abandoned and repeated.
+    Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to batch rank k % batch_ranks. No state is
+    kept, so an evaluation can be abandoned and repeated.
 
     Args:
         rows: indices of the samples; by default all.

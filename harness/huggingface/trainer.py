@@ -129,10 +129,10 @@ class HuggingFaceTrainer(Trainer):
         return self._in_order(tokens_of_new(self.run, test_dataset, "test_dataset"))
 
     def _in_order(self, data: MapDataset) -> Batches:
-        run, dp_rank = self.run, self.run.context.groups.coordinate.dp_rank
+        run, groups = self.run, self.run.context.groups
         size = batch_size(run)
         rows = [list(range(start, min(start + size, len(data)))) for start in range(0, len(data), size)]
-        mine = rows[dp_rank :: run.context.groups.layout.dp_size]
+        mine = rows[groups.coordinate.batch_rank :: groups.layout.batch_ranks]
         return DataLoader(MicroBatches(data, mine, run.data_check.collator), batch_size=None)
 
     def log_metrics(self, split: str, metrics: Mapping[str, object]) -> None:

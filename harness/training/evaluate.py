@@ -150,7 +150,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     found = {}
     if kept is not None and run.spec.inputs.compute_metrics is not None:
         found = computed_metrics(run.spec.inputs.compute_metrics, *kept.joined(), prefix)
-    count, seconds = dataset_length(dataset), time.perf_counter() - start_time
+    count, seconds, layout = dataset_length(dataset), time.perf_counter() - start_time, run.context.groups.layout
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     of_run = run.engine.loss.loss
     loss = _mean(run.engine, totals)
@@ -165,7 +165,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         f"{prefix}_seconds": seconds,
         f"{prefix}_runtime": seconds,  # HuggingFace's name for it
         f"{prefix}_samples_per_second": count / seconds,
-        f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.context.groups.layout.dp_size) / seconds,
+        f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, layout.batch_ranks) / seconds,
     }
     # Sums over different groups may differ in the last bit, and ranks must agree on which evaluation is the best.
     return broadcast_object(metrics)

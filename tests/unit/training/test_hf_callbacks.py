@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import transformers
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.console import Console
 from harness.data.tokenizer import load_tokenizer
+from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerControl, instance
 from tests.distributed.training import rows
 
@@ -249,6 +251,10 @@ def test_data_loaders_have_the_batches_that_training_and_evaluation_read(tmp_pat
     assert [batch["labels"].shape[0] for batch in trainer.get_eval_dataloader(rows()[:5])] == [4, 1]
     with pytest.raises(UserError, match="needs one eval_dataset"):
         trainer.get_eval_dataloader()
+    layout = Layout(dp_size=4, cp_size=2)  # ranks 2 and 3 share the sequences of every second micro-batch
+    groups = replace(trainer.run.context.groups, layout=layout, coordinate=layout.coordinate(2))
+    trainer.run.context = replace(trainer.run.context, groups=groups)
+    assert [batch["labels"].shape[0] for batch in trainer.get_eval_dataloader("a")] == [2]
     trainer.close()
 
 
