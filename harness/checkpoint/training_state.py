@@ -3,7 +3,7 @@
 A checkpoint does not depend on the layout. `model.safetensors` holds the weights under HuggingFace's names, in float32
 as the optimizer updates them. Each kind of optimizer state, such as `exp_avg`, is one more file with the same names.
 `state.json` holds the rest. Random numbers need no state: they are functions of seed, step and position
-(`harness/parallel/draws.py`).
+(`harness/parallel/dropout.py`).
 
 Only the residue belongs to a rank: the accumulated rounding error of compressed gradients. A run in the same layout
 loads it and continues bit for bit; a run in another layout begins without it.

@@ -59,7 +59,7 @@ from harness.hf.weights.layer_weights import (
 )
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ContextParallel
-from harness.parallel.draws import has_dropout
+from harness.parallel.dropout import has_dropout
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
@@ -290,7 +290,7 @@ def assemble(
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
-    outer.draws |= noise is not None
+    outer.uses_rng |= noise is not None
     _cast_buffers(model, buffers)
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
@@ -380,7 +380,7 @@ def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) 
     Raises UserError for tiles of the loss or of blocks that would change numbers.
     """
     drawing = "attention" if apart.attention_tile else "feed_forward" if apart.block_tile else None
-    if drawing is not None and outer.draws:
+    if drawing is not None and outer.uses_rng:
         raise UserError(
             f"tiling.{drawing}: the model uses dropout or other random numbers, which tiles would change; set its "
             "dropout rates and --neftune_noise_alpha to 0, or remove it"

@@ -32,7 +32,7 @@ from harness.hf.forward.router_loss import RouterCapture
 from harness.hf.layers.call import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
 from harness.parallel.context.stretches import ContextParallel, TokenRows
-from harness.parallel.draws import expect_shapes, has_dropout
+from harness.parallel.dropout import expect_shapes, has_dropout
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
 from harness.parallel.plans.plan import wildcard
 from harness.parallel.plans.sequence import share_sequence
@@ -46,7 +46,7 @@ from harness.parallel.values import Value
 class EmbeddingNoise:
     """A forward hook of the token embedding that adds NEFTune's noise.
 
-    It draws within the prologue, with keyed draws, so the noise is the same in every layout.
+    It draws within the prologue, with a keyed RNG, so the noise is the same in every layout.
 
     Attributes:
         module: name of the embedding in the model.
@@ -189,7 +189,7 @@ class Prologue(ModelLayer):
         self.chain = blueprint.outer.chains.prologue
         self.passes_tokens = not self.schema.bare
         # the prologue runs on all tokens, so its draws need no cut
-        self.takes_stretch = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.draws
+        self.takes_stretch = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.uses_rng
         if blueprint.noise is not None:
             self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
 
@@ -262,7 +262,7 @@ class DecoderLayer(ModelLayer):
             (hidden,) = value
             shape = HiddenShape(hidden.shape[0], hidden.shape[1], hidden.dtype)
             inputs = self.outer.inputs.of_shape[shape][self.index]
-            if self.outer.draws:
+            if self.outer.uses_rng:
                 self._expect(inputs, hidden)
             layer = self.get_submodule(self.name)
             # nearly every model gives its layers the hidden state by position
@@ -307,7 +307,7 @@ class DecoderLayer(ModelLayer):
         return own.with_state(name, torch.stack([rows.own(logits) for logits in passed.states[name]]))
 
     def _expect(self, inputs: LayerInputs, whole: Tensor, sequence: SharedSequence | None = None) -> None:
-        """Tell the keyed draws the shapes that the layer would draw if it were not cut.
+        """Tell the keyed RNG the shapes that the layer would draw if it were not cut.
 
         Args:
             whole: has the shape of the hidden state of the whole sequence.

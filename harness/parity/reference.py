@@ -149,8 +149,8 @@ class _Loop:
         sums = [torch.zeros_like(copy, dtype=self.sums) for copy in self.copies]
         used = [False] * len(sums)
         for number, part in enumerate(parts):
-            draws = _Draws(self.model, training, consumed + number * training.micro) if training.dropout else None
-            loss, router = self._losses(part, draws)
+            rng = _DropoutRng(self.model, training, consumed + number * training.micro) if training.dropout else None
+            loss, router = self._losses(part, rng)
             value = loss / count + training.router * router / len(parts)
             (value * self.scale).backward()
             total += value.item()
@@ -179,7 +179,7 @@ class _Loop:
         if (joined[start:stop] - alone).abs().max() > APART * alone.abs().max():
             raise UserError("it does not keep the documents of a packed row apart, but here they share a forward pass")
 
-    def _losses(self, part: Sequence[Mapping[str, list[int]]], draws: _Draws | None) -> tuple[Tensor, Tensor]:
+    def _losses(self, part: Sequence[Mapping[str, list[int]]], rng: _DropoutRng | None) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of a micro-batch's labels, and its router loss."""
         training = self.training
         total = router = torch.zeros(())
@@ -189,7 +189,7 @@ class _Loop:
             names = {"packed": ["position_ids"], "padded": [] if whole else ["attention_mask"]}.get(training.data, [])
             given = {name: torch.tensor([row[name] for row in part]) for name in ("input_ids", *names)}
             more = {"output_router_logits": True} if training.router else {}
-            with draws or nullcontext():
+            with rng or nullcontext():
                 outputs = self.model(**given, **more, use_cache=False)
             router = outputs.aux_loss.float() if training.router else router
             for row, logits in zip(part, outputs.logits, strict=True):
@@ -303,7 +303,7 @@ def _loss(logits: Tensor, labels: Sequence[int], smoothing: float) -> Tensor:
 # -- random numbers ----------------------------------------------------------------------------------------
 
 
-class _Draws(TorchFunctionMode):
+class _DropoutRng(TorchFunctionMode):
     """Draws the dropout masks of a micro-batch from seed, sample, layer and number of the draw in the layer."""
 
     def __init__(self, model: Model, training: Training, first_sample: int) -> None:

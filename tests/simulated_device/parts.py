@@ -25,7 +25,7 @@ from harness.hf.weights.initialization import Change, Drawn, Scratch
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel import collectives
 from harness.parallel.comm import TensorParallel
-from harness.parallel.draws import DrawKey, KeyedDraws
+from harness.parallel.dropout import KeyedRng, RngKey
 from harness.parallel.host import brought_to_host, numbers, to_device
 from tests.models import model_of
 from tests.simulated_device import device
@@ -73,10 +73,10 @@ def copies(folder: str) -> dict[str, bool]:
         found["generated"] = len(generate._continued(model, [1, 2], None, words)) == 4
     # transformers would take prompts of the host, too, and then draw there
     found["generated on the device"] = called.call_args.kwargs["input_ids"].device == place
-    key = DrawKey(seed=1, first_sample=0, samples=1, tensor=TensorParallel(), device=place)
+    key = RngKey(seed=1, first_sample=0, samples=1, tensor=TensorParallel(), device=place)
     x, masked = torch.ones(1, 2, 8, 4, device=place), []
     for _ in range(2):
-        with KeyedDraws(key, 0):
+        with KeyedRng(key, 0):
             masked.append(scaled_dot_product_attention(x, x, x, dropout_p=0.5))
         torch.rand(3, device=place)  # another draw in between
     found["masks of a kernel"] = torch.equal(*masked)

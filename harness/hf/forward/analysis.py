@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.hf.forward.lifted import ForwardRun, LiftedForward
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
 from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs, same
-from harness.parallel.draws import DrawnShapes
+from harness.parallel.dropout import ShapeRecorder
 from harness.parallel.generators import own_generators
 from harness.wording import counted
 
@@ -37,13 +37,13 @@ class ForwardAnalysis:
         prologue: names of the modules that are called before the first layer.
         called: names of all modules outside the layers that are called.
         schema: the tensors that are passed on besides the hidden state.
-        draws: whether random numbers were drawn.
+        uses_rng: whether random numbers were drawn.
     """
 
     prologue: frozenset[str]
     called: frozenset[str]
     schema: PayloadSpec
-    draws: bool
+    uses_rng: bool
 
 
 class ForwardProbe(ForwardRun):
@@ -126,7 +126,7 @@ def analyze(lifted: LiftedForward) -> ForwardAnalysis:
 
     Raises UserError if the model cannot be cut.
     """
-    with DrawnShapes() as drawn:
+    with ShapeRecorder() as drawn:
         try:
             base = ForwardProbe(lifted, {})
             prologue = _prologue(lifted, base)
@@ -146,7 +146,7 @@ def analyze(lifted: LiftedForward) -> ForwardAnalysis:
         prologue=prologue,
         called=frozenset(base.phases),
         schema=PayloadSpec(states=states, tokens=tokens, replayed=replayed),
-        draws=bool(drawn.shapes),
+        uses_rng=bool(drawn.shapes),
     )
 
 

@@ -36,7 +36,7 @@ from harness.hf.forward.chains import Chains, find_chains
 from harness.hf.forward.lifted import ForwardRun, LiftedForward, ReachedLayer, call_name, keep_hidden
 from harness.hf.forward.payload import ForwardOutput, PayloadSpec, StagePayload, Tokens, hidden_name
 from harness.hf.layers.call import LayerInputs, LayerOutput
-from harness.parallel.draws import draws_apart, draws_of_layer, has_dropout
+from harness.parallel.dropout import has_dropout, rng_of_layer, separate_rng
 
 KEPT_SHAPES = 4
 KEPT_BATCHES = 2
@@ -123,7 +123,7 @@ class OuterForward(LiftedForward):
         schema: the tensors that are passed on besides the hidden state.
         chains: the modules of prologue and epilogue, where these do nothing but call them one after the other.
         inputs: the inputs of the layers besides the hidden state.
-        draws: whether training draws random numbers (dropout, jitter), as far as runs of its parts show.
+        uses_rng: whether training draws random numbers (dropout, jitter), as far as runs of its parts show.
 
     Raises:
         UserError: the model has no single stack of decoder layers that are called one after the other, or a module
@@ -138,7 +138,7 @@ class OuterForward(LiftedForward):
         self.inputs = LayerInputCache(self.make_inputs, device)
         analysis = analyze(self)
         self.schema: PayloadSpec = analysis.schema
-        self.draws = drops or analysis.draws
+        self.uses_rng = drops or analysis.uses_rng
         self.chains = Chains() if self.schema.replayed else find_chains(self)
         owners = self.owners
         # A module that the forward never calls goes to the epilogue. If it is tied to the prologue it goes there, as
@@ -205,7 +205,7 @@ class OuterForward(LiftedForward):
         """Run the forward again up to layer `index`, without the layers; return that layer's arguments."""
         if payload.tokens is None:
             raise RuntimeError("the token ids were not passed on with the hidden state")
-        with draws_of_layer(0):  # as in `enter`, so that dropout before the layers has the same mask
+        with rng_of_layer(0):  # as in `enter`, so that dropout before the layers has the same mask
             reached = self.run_to_layer(payload.tokens, self._replaying(payload, index))
         return reached.hidden, reached.inputs
 
@@ -234,7 +234,7 @@ class OuterForward(LiftedForward):
                 raise ReachedLayer(hidden, inputs)
             return hidden
 
-        with draws_apart(0, self.device):  # a recomputed layer finds these inputs cached: no draw here may count
+        with separate_rng(0, self.device):  # a recomputed layer finds these inputs cached: no draw here may count
             self.run_to_layer(tokens, ForwardRun(keep, dtype))
         return made
 

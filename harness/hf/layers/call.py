@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from harness.parallel.draws import DrawnShapes
+from harness.parallel.dropout import ShapeRecorder
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.values import Argument, Keyword, Positional
@@ -154,7 +154,7 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def run(zeros: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-        with DrawnShapes() as drawn:
+        with ShapeRecorder() as drawn:
             inputs.apply(zeros, hidden)
         return drawn.shapes
 

@@ -27,7 +27,7 @@ from harness.config.model.shares import Heads, Stretch
 from harness.parallel.comm import Context, apply
 from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.stretches import ContextParallel, exchange_heads, exchange_tokens
-from harness.parallel.draws import expect_heads
+from harness.parallel.dropout import expect_heads
 from harness.parallel.tiles import computed_again
 from harness.parallel.values import Argument, Keyword, Positional
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.pipeline import BuiltLayers, GivenStages, Layer, LayerCall, StageBuilder, TiedWeights
-from harness.parallel.draws import DrawKey, DrawKeys
+from harness.parallel.dropout import RngKey, RngKeys
 from harness.parallel.values import Value
 from harness.schedules import ModelChunks
 from harness.topology.layout import Layout
@@ -185,7 +185,7 @@ def _parameters(layer: LayerCall) -> Iterable[nn.Parameter]:
     return layer.parameters() if isinstance(layer, nn.Module) else ()
 
 
-def run_block(block: Sequence[tuple[int, LayerCall]], key: DrawKey | None, *given: Tensor) -> Value:
+def run_block(block: Sequence[tuple[int, LayerCall]], key: RngKey | None, *given: Tensor) -> Value:
     """Run consecutive layers on the tensors `given`; random numbers depend on `key` and the layers' indices alone."""
     inputs: Value = given if len(given) > 1 else given[0]
     for index, layer in block:
@@ -301,7 +301,7 @@ class StagedModule(GivenStages):
         loss_fn: Callable[..., Tensor],
         checkpoint_interval: int,
         seed: int,
-        keys: DrawKeys | None = None,
+        keys: RngKeys | None = None,
     ) -> None:
         chunks = chunks or ModelChunks(layout.pp_size)
         super().__init__(
@@ -364,7 +364,7 @@ class LayerSequence(nn.Module):
     """
 
     def __init__(
-        self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int, keys: DrawKeys | None = None
+        self, layers: Sequence[Layer], *, checkpoint_interval: int, seed: int, keys: RngKeys | None = None
     ) -> None:
         super().__init__()
         self._keys = keys

@@ -37,7 +37,7 @@ from harness.hf.decoder import ModelLayer
 from harness.hf.layers.facts import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
-from harness.parallel.draws import DrawKeys
+from harness.parallel.dropout import RngKeys
 from harness.parallel.host import reading
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.schedules.instructions import make_schedule
@@ -81,7 +81,7 @@ def build_engine(
     if traits.local_states and context.groups.tp_group is not None:
         config = _without_partitioned_activations(config)
     guarded = GuardedLoss(loss, spoils=context.args.nonfinite != "warn", tiles=traits.tiles)
-    keys = draw_keys(context) if traits.draws else None
+    keys = rng_keys(context) if traits.uses_rng else None
     groups_before = open_groups()
     module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
     _compile(module, context)
@@ -192,7 +192,7 @@ def _prepare(engine: DeepSpeedEngine, module: nn.Module, context: EngineContext,
             overlap_sums(module)
     if isinstance(module, LayerSequence):
         announce_layers(module.calls)
-        if context.resolved.zero_stage == 3 and traits.draws:
+        if context.resolved.zero_stage == 3 and traits.uses_rng:
             # ZeRO-3's hooks replace a layer's inputs by views, which autograd forbids dropout to change in place.
             copy_hooked_inputs(module)
 
@@ -230,7 +230,7 @@ def _build_module(
     layers: Sequence[Layer],
     boundaries: Sequence[int],
     loss: GuardedLoss,
-    keys: DrawKeys | None,
+    keys: RngKeys | None,
     example: Value | None,
 ) -> tuple[nn.Module, PipelineParallelGrid | None]:
     """Build this rank's layers and, without a pipeline, the grid that gives DeepSpeed its process groups."""
@@ -269,10 +269,10 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
     return [part for layer in layers if isinstance(layer, ModelLayer) for part in layer.compiled_parts()]
 
 
-def draw_keys(context: EngineContext) -> DrawKeys:
+def rng_keys(context: EngineContext) -> RngKeys:
     """Return the RNG keys of dropout for this rank's micro-batches."""
     groups = context.groups
-    return DrawKeys(
+    return RngKeys(
         seed=context.args.seed,
         micro_batch=context.resolved.micro_batch,
         batch_rank=groups.coordinate.batch_rank,

@@ -65,13 +65,13 @@ class LayerTraits:
 
     Attributes:
         local_states: whether layers pass on tensors that differ between tensor-parallel ranks.
-        draws: whether layers may use dropout or other random numbers in training.
+        uses_rng: whether layers may use dropout or other random numbers in training.
         example: inputs of a micro-batch for a user's own layers; None without training data.
         tiles: computes the loss in tiles inside the last layer; None if the last layer returns logits.
     """
 
     local_states: bool = False
-    draws: bool = True
+    uses_rng: bool = True
     example: Value | None = None
     tiles: LossTiles | None = None
 

@@ -27,7 +27,7 @@ from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scal
 from harness.deepspeed.update import Compression, StagedEngine
 from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.hf.layers.attention import AttentionKernels
-from harness.parallel.draws import DrawKeys
+from harness.parallel.dropout import RngKeys
 from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
@@ -129,7 +129,7 @@ class Engine(ABC):
         deepspeed: DeepSpeedEngine,
         context: EngineContext,
         loss: GuardedLoss,
-        keys: DrawKeys | None = None,
+        keys: RngKeys | None = None,
         compression: Compression | None = None,
     ) -> None:
         self.deepspeed: DeepSpeedEngine = deepspeed

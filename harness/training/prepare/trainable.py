@@ -110,7 +110,7 @@ class TrainableModel:
             return LayerTraits(example=self.example)
         # If layers pass states, or the sequence is split, each tensor-parallel rank passes on its own part.
         local = bool(self.causal.outer.schema.states) or self.causal.shares_sequence
-        return LayerTraits(local_states=local, draws=self.causal.outer.draws, tiles=self.causal.loss_tiles)
+        return LayerTraits(local_states=local, uses_rng=self.causal.outer.uses_rng, tiles=self.causal.loss_tiles)
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
@@ -369,7 +369,7 @@ def require_compilable(trainable: TrainableModel, backend: str, options: JsonObj
             "compile.enabled compiles the decoder layers of a HuggingFace model; for a list of layers remove it, and "
             "compile what you like in the layers themselves"
         )
-    if trainable.traits.draws:
+    if trainable.traits.uses_rng:
         raise UserError(
             "compile.enabled: the model uses dropout or other random numbers, which torch.compile would change; "
             "set its dropout rates and --neftune_noise_alpha to 0, or remove compile.enabled"

@@ -18,8 +18,8 @@ from harness.training.engine.context import LayerTraits
 from harness.training.prepare.trainable import require_compilable
 
 
-def model(*, draws: bool = False, causal: object = True) -> Any:
-    return cast("Any", SimpleNamespace(causal=causal, traits=LayerTraits(draws=draws)))
+def model(*, uses_rng: bool = False, causal: object = True) -> Any:
+    return cast("Any", SimpleNamespace(causal=causal, traits=LayerTraits(uses_rng=uses_rng)))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def model(*, draws: bool = False, causal: object = True) -> Any:
     [
         (model(), "indutcor", "torch has no backend 'indutcor'; it has .*inductor"),
         (model(causal=None), "inductor", "for a list of layers remove it"),
-        (model(draws=True), "aot_eager", "set its dropout rates and --neftune_noise_alpha to 0"),
+        (model(uses_rng=True), "aot_eager", "set its dropout rates and --neftune_noise_alpha to 0"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(trainable: Any, backend: str, words: str) -> None:

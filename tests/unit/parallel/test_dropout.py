@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.parallel.comm import TensorParallel
-from harness.parallel.draws import DrawCatcher, DrawKeys, DrawnShapes, draws_apart, draws_of_layer, expect_shapes
+from harness.parallel.dropout import RngKeys, RngMode, ShapeRecorder, expect_shapes, rng_of_layer, separate_rng
 from harness.parallel.generators import own_generators, seed_of
 
 CPU = torch.device("cpu")
 SAMPLES, HEADS, LENGTH = 8, 4, 6
 
 
-def keys(micro_batch: int = 2, data: tuple[int, int] = (0, 1), tensor: TensorParallel | None = None) -> DrawKeys:
+def keys(micro_batch: int = 2, data: tuple[int, int] = (0, 1), tensor: TensorParallel | None = None) -> RngKeys:
     rank, size = data
     tensor = tensor or TensorParallel()
-    return DrawKeys(seed=7, micro_batch=micro_batch, batch_rank=rank, batch_ranks=size, tensor=tensor, device=CPU)
+    return RngKeys(seed=7, micro_batch=micro_batch, batch_rank=rank, batch_ranks=size, tensor=tensor, device=CPU)
 
 
 def dropout(rows: int) -> Tensor:
@@ -102,7 +102,7 @@ def test_a_rank_drops_its_part_of_what_the_whole_layer_drops() -> None:
     def jittered(x: Tensor) -> Tensor:
         return x * torch.empty_like(x).exponential_()
 
-    with DrawnShapes() as uncut:
+    with ShapeRecorder() as uncut:
         layer(HEADS, 16)
     with keys().next().layer(3):
         whole = layer(HEADS, 16)
@@ -139,7 +139,7 @@ def test_unequal_shares_that_are_not_known_draw_apart() -> None:
     assert not torch.equal(masks[0][:, :3], masks[1])
 
 
-class KeepAll(DrawCatcher):
+class KeepAll(RngMode):
     """Drops nothing."""
 
     def fill(self, out: Tensor, method: str, *args: Any, **options: Any) -> Tensor:
@@ -187,9 +187,9 @@ def test_what_is_computed_besides_a_layer_does_not_change_its_draws() -> None:
         with keys().next().layer(5):
             first = dropout(2)
             if besides:
-                with draws_apart(0):
+                with separate_rng(0):
                     dropout(2)
-            with draws_of_layer(0):
+            with rng_of_layer(0):
                 outer = dropout(2)
             return [first, outer, dropout(2)]
 
@@ -199,7 +199,7 @@ def test_what_is_computed_besides_a_layer_does_not_change_its_draws() -> None:
 
 
 def test_nothing_is_drawn_where_nothing_is_dropped_and_no_tokens_come() -> None:
-    with DrawnShapes() as seen:
+    with ShapeRecorder() as seen:
         (
             F.dropout(torch.ones(3), 0.0),
             F.dropout(torch.ones(3), 0.5, training=False),

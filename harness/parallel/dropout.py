@@ -33,10 +33,10 @@ from harness.parallel.generators import default_generator, own_generators, seed_
 
 Share: TypeAlias = tuple[int, tuple[int, ...]]
 """A rank's index among the ranks that share a dimension, and each rank's number (or proportion) of entries."""
-_active: ContextVar[DrawCatcher | None] = ContextVar("active draws", default=None)
+_active: ContextVar[RngMode | None] = ContextVar("active mode", default=None)
 
 
-class DrawCatcher(TorchFunctionMode, ABC):
+class RngMode(TorchFunctionMode, ABC):
     """Intercepts calls that draw random numbers; of nested ones, only the innermost acts."""
 
     def __enter__(self) -> Self:
@@ -67,7 +67,7 @@ class DrawCatcher(TorchFunctionMode, ABC):
         """Seed the generator of `device` for a kernel that draws its own dropout mask of `shape`."""
 
 
-class DrawnShapes(DrawCatcher):
+class ShapeRecorder(RngMode):
     """Records the shape of each draw without drawing, for a layer on the meta device."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class DrawnShapes(DrawCatcher):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawKey:
+class RngKey:
     """The inputs that determine the random numbers of one micro-batch.
 
     Attributes:
@@ -104,11 +104,11 @@ class DrawKey:
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """Key all draws of pipeline layer `index` in this context."""
-        with own_generators(seed_of(self.seed, self.first_sample, index), self.device), KeyedDraws(self, index):
+        with own_generators(seed_of(self.seed, self.first_sample, index), self.device), KeyedRng(self, index):
             yield
 
 
-class DrawKeys:
+class RngKeys:
     """The keys of this rank's micro-batches, in the order of their forward passes.
 
     The k-th micro-batch of a global batch belongs to batch rank k % batch_ranks (see `BatchStream`).
@@ -137,17 +137,17 @@ class DrawKeys:
         self._first = consumed_samples + self.batch_rank * self.micro_batch
         self._passed: Counter[int] = Counter()
 
-    def next(self, chunk: int = 0) -> DrawKey:
+    def next(self, chunk: int = 0) -> RngKey:
         """Return the key of this rank's next micro-batch of the step for a model chunk."""
         # Readers take micro-batches in turn, so this rank's next one is `batch_ranks` micro-batches further on.
         first = self._first + self._passed[chunk] * self.batch_ranks * self.micro_batch
         self._passed[chunk] += 1
-        return DrawKey(
+        return RngKey(
             seed=self.seed, first_sample=first, samples=self.micro_batch, tensor=self.tensor, device=self.device
         )
 
 
-class KeyedDraws(DrawCatcher):
+class KeyedRng(RngMode):
     """Draws each random number from the key of a micro-batch and the index of a layer.
 
     Attributes:
@@ -156,7 +156,7 @@ class KeyedDraws(DrawCatcher):
         tokens, heads: how context ranks share the sequence and the attention heads; None if they do not.
     """
 
-    def __init__(self, key: DrawKey, layer: int) -> None:
+    def __init__(self, key: RngKey, layer: int) -> None:
         super().__init__()
         self.key = key
         self.layer = layer
@@ -253,7 +253,7 @@ def expect_shapes(
         tokens: how context ranks split the sequence; None if they do not.
     """
     active = _active.get()
-    if isinstance(active, KeyedDraws) and (active.key.tensor.size > 1 or tokens is not None):
+    if isinstance(active, KeyedRng) and (active.key.tensor.size > 1 or tokens is not None):
         active.whole = shapes()
         active.shares = shares
         active.tokens = tokens
@@ -263,12 +263,12 @@ def expect_shapes(
 def expect_heads(rank: int, widths: tuple[int, ...]) -> Iterator[None]:
     """Tell the running layer how context ranks split the heads for which it draws in this context."""
     active = _active.get()
-    if isinstance(active, KeyedDraws):
+    if isinstance(active, KeyedRng):
         active.heads = rank, widths
     try:
         yield
     finally:
-        if isinstance(active, KeyedDraws):
+        if isinstance(active, KeyedRng):
             active.heads = None
 
 
@@ -282,10 +282,10 @@ def _part(share: Share, whole: int) -> tuple[int, int] | None:
 
 
 @contextmanager
-def draws_of_layer(index: int) -> Iterator[None]:
+def rng_of_layer(index: int) -> Iterator[None]:
     """Draw as pipeline layer `index` from its first draw on, for a computation that several layers repeat."""
     active = _active.get()
-    if isinstance(active, KeyedDraws):
+    if isinstance(active, KeyedRng):
         with active.key.layer(index):
             yield
     else:
@@ -293,7 +293,7 @@ def draws_of_layer(index: int) -> Iterator[None]:
 
 
 @contextmanager
-def draws_apart(seed: int, device: torch.device | None = None) -> Iterator[None]:
+def separate_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Enter `own_generators` for a computation that does not belong to the running layer."""
     outer = _active.set(None)
     try:
@@ -308,18 +308,16 @@ def has_dropout(module: nn.Module) -> bool:
     return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
 
 
-def _dropout(
-    catcher: DrawCatcher, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _dropout(mode: RngMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if p == 0 or not training:
         return input
-    dropped = catcher.fill(torch.empty(input.shape, dtype=torch.bool, device=input.device), "bernoulli_", p)
+    dropped = mode.fill(torch.empty(input.shape, dtype=torch.bool, device=input.device), "bernoulli_", p)
     scale = 1 / (1 - p) if p < 1 else 0.0
     return (input.mul_(scale) if inplace else input * scale).masked_fill_(dropped, 0.0)
 
 
 def _attention(
-    catcher: DrawCatcher,
+    mode: RngMode,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -337,7 +335,7 @@ def _attention(
     """
     if query.device.type != "cpu":
         if dropout_p:
-            catcher.seed_kernel(torch.Size((*query.shape[:-1], key.shape[-2])), query.device)
+            mode.seed_kernel(torch.Size((*query.shape[:-1], key.shape[-2])), query.device)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -355,19 +353,19 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return _dropout(catcher, scores.softmax(-1), dropout_p) @ value
+    return _dropout(mode, scores.softmax(-1), dropout_p) @ value
 
 
-def _fill(catcher: DrawCatcher, tensor: Tensor, *args: object, method: str, **options: object) -> Tensor:
+def _fill(mode: RngMode, tensor: Tensor, *args: object, method: str, **options: object) -> Tensor:
     if any(isinstance(value, Tensor) for value in (*args, *options.values())) or options.get("generator") is not None:
         filled: Tensor = getattr(tensor, method)(*args, **options)
         return filled  # drawn by the caller's generator, or with a parameter for each entry
     options.pop("generator", None)
-    return catcher.fill(tensor, method, *args, **options)
+    return mode.fill(tensor, method, *args, **options)
 
 
-def _like(catcher: DrawCatcher, tensor: Tensor, *, method: str, **options: Any) -> Tensor:
-    return catcher.fill(torch.empty_like(tensor, **options), method)
+def _like(mode: RngMode, tensor: Tensor, *, method: str, **options: Any) -> Tensor:
+    return mode.fill(torch.empty_like(tensor, **options), method)
 
 
 _FILLING = ("uniform_", "normal_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
