@@ -31,7 +31,7 @@ from harness.checkpoint.exporting.model_files import set_aside_model
 from harness.config.values.secrets import hide_secrets
 from harness.console import warn
 from harness.errors import UserError
-from harness.extras.lora_cut import cut_with_adapters, lifted
+from harness.extras.lora_cut import adapters_removed, cut_with_adapters
 from harness.extras.quantized.base import Quantization, QuantizedWeights
 from harness.hf.adapters import NAME, PREFIX, plain_name, saved_name
 from harness.hf.layers.call import CANNOT_RUN
@@ -457,7 +457,7 @@ class AdaptedWeights:
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Fill the layer as if it had no adapters, then fill the adapters."""
-        with lifted(layer), lifted(whole):
+        with adapters_removed(layer), adapters_removed(whole):
             self.base.fill(layer, whole)
         if self.seed is None:
             return

@@ -30,7 +30,7 @@ from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 
 
 @contextmanager
-def lifted(module: nn.Module, kept: frozenset[str] = frozenset()) -> Iterator[None]:
+def adapters_removed(module: nn.Module, kept: frozenset[str] = frozenset()) -> Iterator[None]:
     """Remove the adapters from the layers in `module` within this context, so that layers have their own names.
 
     Afterwards the adapters wrap whatever layer then has that name. `kept`: names of layers that keep their adapters.
@@ -61,7 +61,7 @@ def cut_with_adapters(
     """
     wrappers = wrappers_in(module)
     hooked = frozenset(name for name, around in wrappers.items() if _acts_on_both(around[0], plan, name))
-    with lifted(module, kept=hooked):
+    with adapters_removed(module, kept=hooked):
         cut(module, "", plan, tensor, config, local_logits=local_logits, neighbours=neighbours)
     for name, around in wrappers.items():
         for wrapper in around if name not in hooked else ():

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from harness.config.model.counts import LayerCounts, ParameterCounts
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.hf.forward.lifted import find_stack
+from harness.hf.forward.placeholders import find_stack
 from harness.hf.skeleton import build_skeleton, text_decoder
 
 USUAL_NAMES = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.lifted import takes_positions
+from harness.hf.forward.placeholders import takes_positions
 from harness.hf.layers.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.skeleton import too_few_key_heads, with_key_per_head

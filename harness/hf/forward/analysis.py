@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.hf.forward.lifted import ForwardRun, LiftedForward
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
+from harness.hf.forward.placeholders import ForwardRun, PlaceholderForward
 from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs, same
 from harness.parallel.dropout import ShapeRecorder
 from harness.parallel.generators import own_generators
@@ -59,10 +59,10 @@ class ForwardProbe(ForwardRun):
     """
 
     def __init__(
-        self, lifted: LiftedForward, random: dict[str, Tensor], changed: Collection[str] = (), seed: int = 0
+        self, forward: PlaceholderForward, random: dict[str, Tensor], changed: Collection[str] = (), seed: int = 0
     ) -> None:
         super().__init__(self._at_layer, torch.float32)
-        self.lifted = lifted
+        self.forward = forward
         self.random = random
         self.changed = frozenset(changed)
         self.sources: dict[str, int] = {}
@@ -71,15 +71,15 @@ class ForwardProbe(ForwardRun):
         self.tail: list[object] = []
         self.phases: defaultdict[str, set[int]] = defaultdict(set)
         ids = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad(), own_generators(0, lifted.device):
-            self.tail.append(lifted.run(Tokens(ids.to(lifted.device)), self))
+        with torch.no_grad(), own_generators(0, forward.device):
+            self.tail.append(forward.run(Tokens(ids.to(forward.device)), self))
 
     def module_output(self, module: str, like: Tensor, arguments: Call) -> Tensor:
         """Return a random tensor of the shape of `like` (any shape); note how many layers have been reached."""
         reached = len(self.calls)
         self.phases[module].add(reached)
         name = self.next_name(module)
-        if reached == len(self.lifted.layers):
+        if reached == len(self.forward.layers):
             self.tail.append(arguments)
             return self._random(name, like)
         return self._source(name, -1, like)
@@ -91,12 +91,12 @@ class ForwardProbe(ForwardRun):
     def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
         if index != len(self.calls):
             raise UserError(
-                f"{self.lifted.described} does not call each of its layers once and in order, "
+                f"{self.forward.described} does not call each of its layers once and in order, "
                 "so it cannot be split into stages"
             )
         self.calls.append((hidden, inputs.mapped(lambda tensor: tensor)))
         self.outputs.append(self._source(hidden_name(index), index, hidden))
-        further = self.lifted.facts.observe(index, inputs, hidden).tensors
+        further = self.forward.facts.observe(index, inputs, hidden).tensors
         self.known = {name: self._source(name, index, like) for name, like in further.items()}
         return self.outputs[-1]
 
@@ -118,25 +118,25 @@ class ForwardProbe(ForwardRun):
             value = torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)
         else:
             value = torch.randint(0, 2, like.shape, generator=generator).to(like.dtype)
-        return value.to(self.lifted.device)
+        return value.to(self.forward.device)
 
 
-def analyze(lifted: LiftedForward) -> ForwardAnalysis:
+def analyze(forward: PlaceholderForward) -> ForwardAnalysis:
     """Find the modules before the first layer, and the tensors that layers pass on.
 
     Raises UserError if the model cannot be cut.
     """
     with ShapeRecorder() as drawn:
         try:
-            base = ForwardProbe(lifted, {})
-            prologue = _prologue(lifted, base)
-            other_ids = ForwardProbe(lifted, base.random, seed=1)
+            base = ForwardProbe(forward, {})
+            prologue = _prologue(forward, base)
+            other_ids = ForwardProbe(forward, base.random, seed=1)
         except CANNOT_RUN as error:
             raise UserError(
-                f"{lifted.described}: {_failed_in(error)} does not run with placeholders for the model's modules "
+                f"{forward.described}: {_failed_in(error)} does not run with placeholders for the model's modules "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be split into stages"
             ) from error
-        last_use = _last_uses(lifted, base)
+        last_use = _last_uses(forward, base)
     states = tuple(state for name, made in base.sources.items() if (state := _state(name, made, last_use)) is not None)
     replayed = bool(states) or any(not base.passes_on(index) for index in range(len(base.calls)))
     # masks need the shape of the ids: a hidden state that does not begin with [batch, sequence] does not tell it
@@ -157,17 +157,17 @@ def _failed_in(error: BaseException) -> str:
     return own[-1].f_code.co_qualname.partition(".<locals>")[0] if own else "its forward"
 
 
-def _prologue(lifted: LiftedForward, base: ForwardProbe) -> frozenset[str]:
-    depth = len(lifted.layers)
+def _prologue(forward: PlaceholderForward, base: ForwardProbe) -> frozenset[str]:
+    depth = len(forward.layers)
     if len(base.calls) != depth:
         raise UserError(
-            f"{lifted.described} calls {len(base.calls) or 'none'} of the {counted(depth, 'layer')} in {lifted.stack} "
-            "when its input is token ids only, so it cannot be split into stages"
+            f"{forward.described} calls {len(base.calls) or 'none'} of the {counted(depth, 'layer')} in "
+            f"{forward.stack} when its input is token ids only, so it cannot be split into stages"
         )
     for name, phases in base.phases.items():
         if len(phases) > 1 or not phases <= {0, depth}:
             raise UserError(
-                f"{lifted.described} calls {name}, not a layer, between its layers, so it cannot be split into stages"
+                f"{forward.described} calls {name}, not a layer, between its layers, so it cannot be split into stages"
             )
     return frozenset(name for name, phases in base.phases.items() if phases == {0})
 
@@ -179,12 +179,12 @@ def _state(name: str, made: int, last_use: dict[str, int]) -> CarriedTensor | No
     return CarriedTensor(name=name, made=made, used=used) if used > made else None
 
 
-def _last_uses(lifted: LiftedForward, base: ForwardProbe) -> dict[str, int]:
+def _last_uses(forward: PlaceholderForward, base: ForwardProbe) -> dict[str, int]:
     """Return source -> index of the last layer that depends on it; the number of layers means the epilogue."""
 
     def search(sources: Sequence[str]) -> dict[str, int]:
         """Change all sources at once, then bisect: most models depend on none, so a few probes suffice."""
-        last = _last_change(base, ForwardProbe(lifted, base.random, changed=sources)) if sources else -1
+        last = _last_change(base, ForwardProbe(forward, base.random, changed=sources)) if sources else -1
         if last < 0:
             return {}
         if len(sources) == 1:

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from harness.hf.forward.lifted import ForwardRun, LiftedForward
 from harness.hf.forward.payload import Tokens
+from harness.hf.forward.placeholders import ForwardRun, PlaceholderForward
 from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs
 from harness.parallel.generators import own_generators
 
@@ -41,14 +41,14 @@ class Chains:
 class ChainProbe(ForwardRun):
     """A run in which every module and layer returns a new tensor, and which follows where these go."""
 
-    def __init__(self, lifted: LiftedForward, dtype: torch.dtype) -> None:
+    def __init__(self, forward: PlaceholderForward, dtype: torch.dtype) -> None:
         super().__init__(self._at_layer, dtype)
-        self._depth = len(lifted.layers)
+        self._depth = len(forward.layers)
         self._chain: list[str] | None = []
         self._prologue: list[str] | None = None
-        self._made = torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device=lifted.device)
-        with torch.no_grad(), own_generators(0, lifted.device):
-            logits = lifted.run(Tokens(self._made), self)
+        self._made = torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device=forward.device)
+        with torch.no_grad(), own_generators(0, forward.device):
+            logits = forward.run(Tokens(self._made), self)
         self._follow(logits)
         self.chains = Chains(_fixed(self._prologue), _fixed(self._chain))
 
@@ -86,18 +86,18 @@ class ChainProbe(ForwardRun):
             self._chain = None
 
 
-def find_chains(lifted: LiftedForward) -> Chains:
+def find_chains(forward: PlaceholderForward) -> Chains:
     """Return the chains that hold in training and in evaluation, in 32 and in 16 bits."""
     found: set[Chains] = set()
-    training = lifted.model.training
+    training = forward.model.training
     for mode in (True, False):
-        lifted.model.train(mode)
+        forward.model.train(mode)
         for dtype in (torch.float32, torch.bfloat16):
             probe = Chains()
             with suppress(*CANNOT_RUN):
-                probe = ChainProbe(lifted, dtype).chains
+                probe = ChainProbe(forward, dtype).chains
             found.add(probe)
-    lifted.model.train(training)
+    forward.model.train(training)
     prologues, epilogues = {chains.prologue for chains in found}, {chains.epilogue for chains in found}
     return Chains(
         prologues.pop() if len(prologues) == 1 else None,

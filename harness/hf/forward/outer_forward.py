@@ -33,8 +33,8 @@ from transformers import PreTrainedModel
 
 from harness.hf.forward.analysis import analyze
 from harness.hf.forward.chains import Chains, find_chains
-from harness.hf.forward.lifted import ForwardRun, LiftedForward, ReachedLayer, call_name, keep_hidden
 from harness.hf.forward.payload import ForwardOutput, PayloadSpec, StagePayload, Tokens, hidden_name
+from harness.hf.forward.placeholders import ForwardRun, PlaceholderForward, ReachedLayer, call_name, keep_hidden
 from harness.hf.layers.call import LayerInputs, LayerOutput
 from harness.parallel.dropout import has_dropout, rng_of_layer, separate_rng
 
@@ -110,7 +110,7 @@ def _share_memory(known: Tokens, tokens: Tokens) -> bool:
     )
 
 
-class OuterForward(LiftedForward):
+class OuterForward(PlaceholderForward):
     """A decoder's own forward, divided into prologue, layers and epilogue.
 
     Args:

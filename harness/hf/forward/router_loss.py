@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.forward.lifted import ForwardRun, keep_hidden
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import ForwardOutput, Tokens
+from harness.hf.forward.placeholders import ForwardRun, keep_hidden
 from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, dry_run
 
 ROUTER_LOGITS = "router_logits"

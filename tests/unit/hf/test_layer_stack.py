@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble, require_cut
-from harness.hf.forward.lifted import find_stack
+from harness.hf.forward.placeholders import find_stack
 from harness.hf.skeleton import ModelSource, build_skeleton, text_decoder, vocabulary_size
 from harness.parallel.comm import TensorParallel
 from harness.verify.comparison import find_difference

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harness.hf.forward.lifted import AttributeProxy, PlaceholderModule, output_like
 from harness.hf.forward.outer_forward import KEPT_BATCHES, KEPT_SHAPES, HiddenShape, LayerInputCache
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, StagePayload, Tokens
+from harness.hf.forward.placeholders import AttributeProxy, PlaceholderModule, output_like
 
 HIDDEN, IDS, POSITIONS = torch.randn(2, 3, 4), torch.arange(6).view(2, 3), torch.arange(3).repeat(2, 1)
 STATES = st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 5)), max_size=4)

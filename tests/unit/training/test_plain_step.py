@@ -16,7 +16,15 @@ from tests.distributed.training import rows
 HARNESS = Path(harness.__file__).parent
 NUMBERS = ("training/engine", "deepspeed", "parallel", "hf", "extras/fusing", "config/model")  # forward to update
 MODEL = ("training/engine", "parallel", "hf/decoder", "hf/forward", "hf/layers", "hf/context", "config/model")
-OPTIONAL = ("LiftedForward", "OuterForward", "PayloadSpec", "LayerInputs", "SourceLosses", "FiniteWatch", "KeyedRng")
+OPTIONAL = (
+    "PlaceholderForward",
+    "OuterForward",
+    "PayloadSpec",
+    "LayerInputs",
+    "SourceLosses",
+    "FiniteWatch",
+    "KeyedRng",
+)
 
 
 class Walk(TrainerCallback):

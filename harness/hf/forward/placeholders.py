@@ -4,7 +4,7 @@ Placeholders replace every decoder layer and every other module with parameters,
 without weights. The `ForwardRun` decides what each placeholder returns.
 
 In the order of the file: finding the list of decoder layers, the placeholders, one run of the forward, and the
-`LiftedForward`, which uses them all.
+`PlaceholderForward`, which uses them all.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def call_name(module: str, call: int) -> str:
     return f"{module}:{call}"
 
 
-class LiftedForward:
+class PlaceholderForward:
     """A decoder's own forward with placeholders for its modules.
 
     Args:
