@@ -35,17 +35,17 @@ from harness.checkpoint.tensors.whole_tensors import (
     require_stored,
 )
 from harness.deepspeed.engine import loss_scaling, set_counters, set_loss_scaling
-from harness.deepspeed.flat_tensors import ElementRun, EngineOptimizer, SteppedOn
+from harness.deepspeed.flat_tensors import EngineOptimizer, ParameterSlice, UpdatedTensor
 from harness.deepspeed.optimizer_states import (
     Counter,
     StateTemplate,
-    counted,
+    copy_to_model_parameters,
+    counters_of,
     make_state,
     states_in_memory,
     stored_names,
     template,
     torch_optimizer,
-    use_stepped_on,
 )
 from harness.deepspeed.update import Compression
 from harness.errors import UserError
@@ -106,8 +106,8 @@ class EngineState:
             held = self.held()
             kept = _templates(optimizer, held)
             found: dict[str, Counter] = {}
-            for each, _ in _stepped(held):
-                found.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
+            for each, _ in _updated(held):
+                found.update(counters_of(optimizer, each, kept[each.param_group, each.tensor.dim()]))
             counters = dict(zip(found, numbers(list(found.values())), strict=True))
             kinds = _kinds(optimizer, kept.values())
             own = [name for name in kinds if _of_state(optimizer, held, kinds[name])]
@@ -157,15 +157,15 @@ class EngineState:
             kinds = _kinds(optimizer, found.values())
             if progress.optimizer_states:
                 # torch creates optimizer states at the first step. Create them here, as that step would.
-                for each in {id(each.tensor): each for each, _ in _stepped(held)}.values():
+                for each in {id(each.tensor): each for each, _ in _updated(held)}.values():
                     make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
                 _require_taken(progress.optimizer_states, kinds)
                 for name in progress.optimizer_states:
                     fill(name, _of_state(optimizer, held, kinds.get(name)))
             else:  # the checkpoint is from before the first step: drop the states that the engine may have
-                for each, _ in _stepped(held):
+                for each, _ in _updated(held):
                     torch_optimizer(optimizer).state.pop(each.tensor, None)
-            use_stepped_on(optimizer)  # copy the float32 values into the parameters of the model's dtype
+            copy_to_model_parameters(optimizer)  # copy the float32 values into the parameters of the model's dtype
         set_counters(self.engine, progress.step, progress.skipped_steps)
         set_loss_scaling(optimizer, progress.loss_scaling)
 
@@ -173,7 +173,7 @@ class EngineState:
 def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], StateTemplate]:
     """Return the optimizer's states, by (parameter group, number of dimensions of the updated tensor)."""
     found: dict[tuple[int, int], StateTemplate] = {}
-    for each, _ in _stepped(held):
+    for each, _ in _updated(held):
         key = each.param_group, each.tensor.dim()
         if key not in found:
             found[key] = template(optimizer, each)
@@ -196,13 +196,13 @@ def _require_taken(stored: Iterable[str], kinds: Iterable[str]) -> None:
 def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], own: str | None) -> list[LocalShard]:
     """Return this rank's shards of the optimizer state `own`; empty if the optimizer has no such state."""
     state = torch_optimizer(optimizer).state
-    found = ((each, state.get(each.stepped[0].tensor, {}).get(own)) for each in held if each.stepped is not None)
+    found = ((each, state.get(each.updated[0].tensor, {}).get(own)) for each in held if each.updated is not None)
     return [each.of_state(values) for each, values in found if values is not None]
 
 
-def _stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, ElementRun]]:
+def _updated(held: Sequence[LocalShard]) -> list[tuple[UpdatedTensor, ParameterSlice]]:
     """Return, for each trained tensor, the tensor that the optimizer updates and the element range in it."""
-    return [each.stepped for each in held if each.stepped is not None]
+    return [each.updated for each in held if each.updated is not None]
 
 
 def residue_file(checkpoint: Path) -> Path:

@@ -1,7 +1,7 @@
 """The tensors that DeepSpeed's optimizers update, and where the elements of each parameter lie in them.
 
 ZeRO and the bf16 optimizer update flat float32 tensors in place of the parameters, and copy the values back. To save
-or change the state of one parameter, its elements have to be found in those. "Stepped on" means: updated by `step`.
+or change the state of one parameter, its elements have to be found in those.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EngineOptimizer: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class OneParameter:
+class WholeParameter:
     """A parameter that the optimizer updates directly."""
 
     tensor: Tensor
@@ -31,7 +31,7 @@ class OneParameter:
 
 
 @dataclass(frozen=True)
-class DividedTogether:
+class FlatPartition:
     """This rank's slice of a flat tensor that holds parameters one after the other (ZeRO-1, ZeRO-2, bf16).
 
     Attributes:
@@ -48,7 +48,7 @@ class DividedTogether:
 
 
 @dataclass(frozen=True)
-class DividedOneByOne:
+class PerParameterPartition:
     """This rank's part of each parameter, one after the other in a flat tensor (ZeRO-3 divides each by itself)."""
 
     tensor: Tensor
@@ -56,17 +56,17 @@ class DividedOneByOne:
     param_group: int = 0
 
 
-SteppedOn: TypeAlias = OneParameter | DividedTogether | DividedOneByOne
+UpdatedTensor: TypeAlias = WholeParameter | FlatPartition | PerParameterPartition
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElementRun:
+class ParameterSlice:
     """Consecutive elements of one parameter in a tensor that the optimizer updates.
 
     Attributes:
         shape: of the whole parameter on this rank, once gathered (under tensor parallelism, of the shard).
-        start: index of the first element that is here, in the flattened parameter.
-        length: number of its elements that are here; 0 if other ranks have them all.
+        start: index of the first of them in the flattened parameter.
+        length: number of elements stored on this rank (may be 0).
         offset: index of the first of them in the tensor.
         group: ranks over which the parameter is divided; None if this rank has all of it.
         split: whether several ranks of `group` have a part of the parameter.
@@ -81,46 +81,46 @@ class ElementRun:
     split: bool = False
 
 
-def runs(stepped: SteppedOn) -> Iterator[ElementRun]:
-    """Yield the run of each parameter in a tensor that the optimizer updates.
+def parameter_slices(updated: UpdatedTensor) -> Iterator[ParameterSlice]:
+    """Yield the slice of each parameter in a tensor that the optimizer updates.
 
-    All ranks of a group yield the same parameters in the same order, so collectives may follow; a run may be empty.
+    All ranks of a group yield the same parameters in the same order, so collectives may follow; a slice may be empty.
     """
-    match stepped:
-        case OneParameter(tensor=tensor):
-            yield ElementRun(parameter=tensor, shape=tuple(tensor.shape), start=0, length=tensor.numel(), offset=0)
-        case DividedTogether():
-            yield from _divided_together(stepped)
-        case DividedOneByOne():
-            yield from _divided_one_by_one(stepped)
+    match updated:
+        case WholeParameter(tensor=tensor):
+            yield ParameterSlice(parameter=tensor, shape=tuple(tensor.shape), start=0, length=tensor.numel(), offset=0)
+        case FlatPartition():
+            yield from _flat_partition_slices(updated)
+        case PerParameterPartition():
+            yield from _per_parameter_slices(updated)
 
 
-def _divided_together(stepped: DividedTogether) -> Iterator[ElementRun]:
-    size = stepped.tensor.numel()
-    first = dist.get_rank(stepped.group) * size
-    for parameter, offset in zip(stepped.parameters, stepped.offsets, strict=True):
-        # clamped to the parameter: if this rank's slice has none of it, `begin` is `end`, and the run is empty
+def _flat_partition_slices(updated: FlatPartition) -> Iterator[ParameterSlice]:
+    size = updated.tensor.numel()
+    first = dist.get_rank(updated.group) * size
+    for parameter, offset in zip(updated.parameters, updated.offsets, strict=True):
+        # clamped to the parameter: if this rank's slice has none of it, `begin` is `end`, and the slice is empty
         begin = min(max(first, offset), offset + parameter.numel())
         end = max(min(first + size, offset + parameter.numel()), begin)
-        yield ElementRun(
+        yield ParameterSlice(
             parameter=parameter,
             shape=tuple(parameter.shape),
             start=begin - offset,
             length=end - begin,
             offset=begin - first if end > begin else 0,
-            group=stepped.group,
+            group=updated.group,
             # its first and its last element belong to different ranks
             split=offset // size != (offset + parameter.numel() - 1) // size,
         )
 
 
-def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[ElementRun]:
-    """Yield runs of equal length on all ranks; those of the last ranks may be shorter, and padded in the tensor."""
+def _per_parameter_slices(updated: PerParameterPartition) -> Iterator[ParameterSlice]:
+    """Yield slices of equal length on all ranks; those of the last ranks may be shorter, and padded in the tensor."""
     offset = 0
-    for parameter in stepped.parameters:
+    for parameter in updated.parameters:
         divided = Partition.of(parameter)
         begin = min(dist.get_rank(divided.group) * divided.size, divided.total)
-        yield ElementRun(
+        yield ParameterSlice(
             parameter=parameter,
             shape=divided.shape,
             start=begin,
@@ -132,25 +132,25 @@ def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[ElementRun]:
         offset += divided.size
 
 
-def run_of_each(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, ElementRun]]:
-    """Yield each run with the tensor that it lies in, flat or of the parameter's shape; `optimizer` is the engine's."""
-    for stepped in stepped_on(optimizer):
-        for run in runs(stepped):
-            yield stepped.tensor, run
+def all_parameter_slices(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, ParameterSlice]]:
+    """Yield each slice and the tensor that holds it, flat or of the parameter's shape; `optimizer` is the engine's."""
+    for updated in updated_tensors(optimizer):
+        for local in parameter_slices(updated):
+            yield updated.tensor, local
 
 
-def stepped_on(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) -> Iterator[SteppedOn]:
+def updated_tensors(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) -> Iterator[UpdatedTensor]:
     """Yield the tensors that `optimizer`, the engine's, updates for the parameter groups `chosen`, or for all."""
     chosen = range(len(optimizer.param_groups)) if chosen is None else chosen
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         # ZeRO-3's `fp16_groups` are sub-groups of at most `sub_group_size` elements, in any precision
         for index, parameters in enumerate(optimizer.fp16_groups):
             if (group := optimizer.sub_group_to_group_id[index]) in chosen:
-                yield DividedOneByOne(optimizer.fp32_partitioned_groups_flat[index], parameters, group)
+                yield PerParameterPartition(optimizer.fp32_partitioned_groups_flat[index], parameters, group)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         # "round robin" is DeepSpeed's name for the order in memory, also where `round_robin_gradients` is off
         for index in chosen:
-            yield DividedTogether(
+            yield FlatPartition(
                 optimizer.single_partition_of_fp32_groups[index],
                 optimizer.round_robin_bit16_groups[index],
                 optimizer.round_robin_bit16_offsets[index],
@@ -163,8 +163,8 @@ def stepped_on(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) 
             # without gaps: DeepSpeed pads the flat tensor only at its end, behind the last parameter
             offsets = [sum(p.numel() for p in parameters[:at]) for at in range(len(parameters))]
             flat, group = optimizer.fp32_groups_flat_partition[index], optimizer.real_dp_process_group[index]
-            yield DividedTogether(flat, parameters, offsets, group, index)
+            yield FlatPartition(flat, parameters, offsets, group, index)
     else:
         for index in chosen:
             for parameter in optimizer.param_groups[index]["params"]:
-                yield OneParameter(parameter, index)
+                yield WholeParameter(parameter, index)

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.deepspeed.flat_tensors import EngineOptimizer, SteppedOn
+from harness.deepspeed.flat_tensors import EngineOptimizer, UpdatedTensor
 from harness.errors import UserError
 
 
@@ -97,9 +97,9 @@ def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) 
     These are its states, and the tensors that it updates in place of parameters, such as float32 copies.
     """
     inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
-    stepped = [tensor for tensor in inner.state if id(tensor) not in of_model]
+    updated = [tensor for tensor in inner.state if id(tensor) not in of_model]
     states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
-    return [*stepped, *states]
+    return [*updated, *states]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class StateTemplate:
     of_group: Mapping[str, Counter] = field(default_factory=dict)
 
 
-def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
+def template(optimizer: EngineOptimizer, updated: UpdatedTensor) -> StateTemplate:
     """Return which state the engine's `optimizer` keeps for a tensor that it updates.
 
     Raises UserError for an optimizer that keeps tensors of another shape than the parameter's.
@@ -125,9 +125,9 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
     inner = torch_optimizer(optimizer)
     # As many dimensions as the tensor, because optimizers may treat matrices otherwise. No size is 1, and the last one
     # differs, so neither a counter nor a state per row or column has the probe's shape. Values and rate do not matter.
-    probe = torch.zeros((*(2,) * (stepped.tensor.dim() - 1), 4), dtype=stepped.tensor.dtype).to(stepped.tensor.device)
+    probe = torch.zeros((*(2,) * (updated.tensor.dim() - 1), 4), dtype=updated.tensor.dtype).to(updated.tensor.device)
     probe.requires_grad_().grad = torch.zeros_like(probe)
-    group = inner.param_groups[stepped.param_group]
+    group = inner.param_groups[updated.param_group]
     trial = {**group, "params": [probe], "lr": 0.0}
     state, groups = inner.state, inner.param_groups
     inner.state = defaultdict(dict)
@@ -168,10 +168,10 @@ def stored_names(optimizer: EngineOptimizer, template: StateTemplate) -> dict[st
     return {other.get(name, name): name for name in template.elements}
 
 
-def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: StateTemplate) -> dict[str, Counter]:
+def counters_of(optimizer: EngineOptimizer, updated: UpdatedTensor, template: StateTemplate) -> dict[str, Counter]:
     """Return the counters that the optimizer keeps for a tensor and its group, by name; none before the first step."""
     inner = torch_optimizer(optimizer)
-    state, group = inner.state.get(stepped.tensor, {}), inner.param_groups[stepped.param_group]
+    state, group = inner.state.get(updated.tensor, {}), inner.param_groups[updated.param_group]
     if not state:
         return {}
     found = {name: state[name] for name in template.counters}
@@ -179,15 +179,15 @@ def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: StateTempl
 
 
 def make_state(
-    optimizer: EngineOptimizer, stepped: SteppedOn, template: StateTemplate, counters: Mapping[str, float]
+    optimizer: EngineOptimizer, updated: UpdatedTensor, template: StateTemplate, counters: Mapping[str, float]
 ) -> None:
     """Give the optimizer a state for a tensor as if it had made steps: zeros for each element, and `counters`."""
     inner = torch_optimizer(optimizer)
     state = {name: _set(value, counters.get(name)) for name, value in template.counters.items()}
     for name, dtype in template.elements.items():
-        state[name] = torch.zeros_like(stepped.tensor, dtype=dtype, requires_grad=False)
-    inner.state[stepped.tensor] = state
-    group = inner.param_groups[stepped.param_group]
+        state[name] = torch.zeros_like(updated.tensor, dtype=dtype, requires_grad=False)
+    inner.state[updated.tensor] = state
+    group = inner.param_groups[updated.param_group]
     group.update({name: _set(value, counters.get(name)) for name, value in template.of_group.items()})
 
 
@@ -199,7 +199,7 @@ def _set(value: Counter, number: float | None) -> Counter:
 
 
 @torch.no_grad()
-def use_stepped_on(optimizer: EngineOptimizer) -> None:
+def copy_to_model_parameters(optimizer: EngineOptimizer) -> None:
     """Copy the values of the tensors that the optimizer updates to the parameters that the model computes with.
 
     All ranks must call it: ZeRO gathers the parameters. If the optimizer updates the parameters directly, nothing

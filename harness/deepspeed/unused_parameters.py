@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.deepspeed.flat_tensors import EngineOptimizer, run_of_each
+from harness.deepspeed.flat_tensors import EngineOptimizer, all_parameter_slices
 from harness.topology.agreement import all_gather_object
 
 
@@ -62,10 +62,10 @@ class UnusedParameters:
         if not somewhere:  # all ranks know the same
             return
         unused = somewhere - {name for row in all_gather_object(sorted(somewhere & self.used)) for name in row}
-        for tensor, run in run_of_each(self._optimizer):
-            if run.length and self.names.get(id(run.parameter)) in unused:
+        for tensor, local in all_parameter_slices(self._optimizer):
+            if local.length and self.names.get(id(local.parameter)) in unused:
                 used = torch.zeros((), dtype=torch.bool, device=tensor.device)
-                self.pieces.setdefault(id(tensor), []).append((run.offset, run.length, used))
+                self.pieces.setdefault(id(tensor), []).append((local.offset, local.length, used))
 
     @contextmanager
     def kept(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:

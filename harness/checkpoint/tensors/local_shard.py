@@ -13,7 +13,13 @@ from math import prod
 
 from torch import Tensor, nn
 
-from harness.deepspeed.flat_tensors import ElementRun, EngineOptimizer, SteppedOn, runs, stepped_on
+from harness.deepspeed.flat_tensors import (
+    EngineOptimizer,
+    ParameterSlice,
+    UpdatedTensor,
+    parameter_slices,
+    updated_tensors,
+)
 from harness.deepspeed.zero3_parameters import Partition, held_values, is_partitioned
 from harness.hf.weights.lazy_tensor import Box
 from harness.parallel.tensor.shard import Shard, shard_of
@@ -32,7 +38,7 @@ class LocalShard:
         start: index of this rank's first element in the flattened shard, which ZeRO divides.
         values: these elements [n], or the complete shard in its shape.
         owned: whether this rank writes them; of several ranks with the same elements, exactly one does.
-        stepped: the tensor that the optimizer updates, and the range of these elements in it; None if frozen.
+        updated: the tensor that the optimizer updates, and the range of these elements in it; None if frozen.
     """
 
     name: str
@@ -41,7 +47,7 @@ class LocalShard:
     start: int
     values: Tensor
     owned: bool
-    stepped: tuple[SteppedOn, ElementRun] | None = None
+    updated: tuple[UpdatedTensor, ParameterSlice] | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -50,10 +56,10 @@ class LocalShard:
     def of_state(self, state: Tensor) -> LocalShard:
         """Return the same elements of an optimizer state such as `exp_avg`.
 
-        `state` has the shape of the tensor in `stepped`.
+        `state` has the shape of the tensor in `updated`.
         """
-        assert self.stepped is not None
-        return replace(self, values=_elements(state, self.stepped[1]))
+        assert self.updated is not None
+        return replace(self, values=_elements(state, self.updated[1]))
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
         """Yield (box of the whole tensor, view of `values` in the box's shape)."""
@@ -95,7 +101,9 @@ def local_shards(
     parameters and persistent buffers are included unless `trained_only`. All ranks with the same layers return the same
     names in the same order.
     """
-    places = {id(run.parameter): (each, run) for each in stepped_on(optimizer) for run in runs(each)}
+    places = {
+        id(local.parameter): (each, local) for each in updated_tensors(optimizer) for local in parameter_slices(each)
+    }
     found = []
     for name, tensor in saved_tensors(module):
         if id(tensor) in places:
@@ -127,16 +135,16 @@ def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
     )
 
 
-def _trained(name: str, stepped: SteppedOn, run: ElementRun, groups: Groups) -> LocalShard:
-    shard = shard_of(run.parameter)
+def _trained(name: str, updated: UpdatedTensor, local: ParameterSlice, groups: Groups) -> LocalShard:
+    shard = shard_of(local.parameter)
     return LocalShard(
         name=name,
-        shape=run.shape,
+        shape=local.shape,
         shard=shard,
-        start=run.start,
-        values=_elements(stepped.tensor.detach(), run),
-        owned=_is_first(shard, groups) and (run.group is not None or _is_first_on_data(shard, groups)),
-        stepped=(stepped, run),
+        start=local.start,
+        values=_elements(updated.tensor.detach(), local),
+        owned=_is_first(shard, groups) and (local.group is not None or _is_first_on_data(shard, groups)),
+        updated=(updated, local),
     )
 
 
@@ -150,11 +158,11 @@ def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
     return groups.first_of_copies if shard is not None and shard.over_data else groups.coordinate.dp_rank == 0
 
 
-def _elements(tensor: Tensor, run: ElementRun) -> Tensor:
-    """Return the elements of `run` in the optimizer's tensor: flat, or the whole tensor for a single parameter."""
-    if run.group is None and tuple(tensor.shape) == run.shape:  # a ZeRO partition can have this shape by chance
+def _elements(tensor: Tensor, local: ParameterSlice) -> Tensor:
+    """Return the elements of `local` in the optimizer's tensor: flat, or the whole tensor for a single parameter."""
+    if local.group is None and tuple(tensor.shape) == local.shape:  # a ZeRO partition can have this shape by chance
         return tensor
-    return tensor.view(-1)[run.offset : run.offset + run.length]
+    return tensor.view(-1)[local.offset : local.offset + local.length]
 
 
 def _box(first: tuple[int, ...], values: Tensor) -> Box:

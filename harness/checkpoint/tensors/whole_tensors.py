@@ -337,7 +337,7 @@ def _problem(stored: dict[str, Stored], held: LocalShard) -> str | None:
 
 def entry_of(held: LocalShard) -> Entry:
     """Return the file entry of the whole tensor of a shard; trained tensors are stored in float32."""
-    trained = held.stepped is not None
+    trained = held.updated is not None
     dtype = torch.float32 if trained and held.values.is_floating_point() else held.values.dtype
     return Entry(name=held.name, shape=held.full_shape, dtype=dtype, trained=trained)
 

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from harness.deepspeed.flat_tensors import DividedOneByOne, EngineOptimizer, SteppedOn, runs, stepped_on
+from harness.deepspeed.flat_tensors import (
+    EngineOptimizer,
+    PerParameterPartition,
+    UpdatedTensor,
+    parameter_slices,
+    updated_tensors,
+)
 from harness.parallel.tensor.shard import Shard, shard_of
 from harness.topology.agreement import all_gather_object
 
@@ -98,24 +104,24 @@ def locate_matrices(
 
     All ranks of the tensor-parallel group must call this. `optimizer` is the engine's, which wraps torch's.
     """
-    stepped = ((each.tensor, list(_parts(each, device))) for each in stepped_on(optimizer, chosen))
-    return {flat: _with_shards(parts, tensor) for flat, parts in stepped}
+    updated = ((each.tensor, list(_parts(each, device))) for each in updated_tensors(optimizer, chosen))
+    return {flat: _with_shards(parts, tensor) for flat, parts in updated}
 
 
-def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
+def _parts(updated: UpdatedTensor, device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
     """Yield each parameter in a tensor that the optimizer updates, with its part."""
-    for run in runs(stepped):
+    for local in parameter_slices(updated):
         part = MatrixPart(
-            shape=run.shape,
-            start=run.start,
-            length=run.length,
-            offset=run.offset,
-            group=run.group,
-            split=run.split,
-            needed=run.length > 0 or isinstance(stepped, DividedOneByOne),
+            shape=local.shape,
+            start=local.start,
+            length=local.length,
+            offset=local.offset,
+            group=local.group,
+            split=local.split,
+            needed=local.length > 0 or isinstance(updated, PerParameterPartition),
             device=device,
         )
-        yield run.parameter, part
+        yield local.parameter, part
 
 
 def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions
-from harness.deepspeed.flat_tensors import DividedTogether, ElementRun
+from harness.deepspeed.flat_tensors import FlatPartition, ParameterSlice
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.tensor.shard import Shard, share_of
 
@@ -88,11 +88,11 @@ def test_a_scalar_is_one_piece() -> None:
 def test_a_part_of_several_tensors_is_not_taken_for_one_that_has_its_shape() -> None:
     group: Any = object()
     part, first, second = torch.arange(1.0, 65.0), torch.zeros(64), torch.zeros(64)  # two norms on two ranks
-    stepped = DividedTogether(part, [first, second], [0, 64], group)
+    updated = FlatPartition(part, [first, second], [0, 64], group)
 
     def pieces(parameter: torch.Tensor, length: int) -> list[torch.Tensor]:
-        run = ElementRun(parameter=parameter, shape=(64,), start=0, length=length, offset=0, group=group)
-        held = LocalShard(name="w", shape=(64,), shard=None, start=0, values=part, owned=True, stepped=(stepped, run))
+        run = ParameterSlice(parameter=parameter, shape=(64,), start=0, length=length, offset=0, group=group)
+        held = LocalShard(name="w", shape=(64,), shard=None, start=0, values=part, owned=True, updated=(updated, run))
         return [values for _, values in held.of_state(part).pieces() if values.numel()]
 
     assert torch.equal(torch.cat(pieces(first, 64)), part)

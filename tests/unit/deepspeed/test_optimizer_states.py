@@ -11,8 +11,8 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from torch import nn
 from torch.optim import SGD, Adadelta, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from harness.deepspeed.flat_tensors import OneParameter, stepped_on
-from harness.deepspeed.optimizer_states import StateTemplate, counted, make_state, stored_names, template
+from harness.deepspeed.flat_tensors import WholeParameter, updated_tensors
+from harness.deepspeed.optimizer_states import StateTemplate, counters_of, make_state, stored_names, template
 from harness.errors import UserError
 from harness.training.engine.optimizer import LateAdagrad
 
@@ -42,9 +42,9 @@ def step(module: nn.Module, optimizer: Optimizer, seed: int) -> None:
 
 def carry_over(old: Optimizer, new: Optimizer) -> None:
     """Give `new`, which has not stepped, the state of `old`, by way of names, values and counters."""
-    for theirs, ours in zip(stepped_on(old), stepped_on(new), strict=True):
+    for theirs, ours in zip(updated_tensors(old), updated_tensors(new), strict=True):
         found = template(old, theirs)
-        make_state(new, ours, template(new, ours), counted(old, theirs, found))
+        make_state(new, ours, template(new, ours), counters_of(old, theirs, found))
         for name in found.elements:
             new.state[ours.tensor][name].copy_(old.state[theirs.tensor][name])
 
@@ -73,7 +73,7 @@ def test_asking_what_is_kept_changes_nothing() -> None:
     hooks: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
     optimizer.register_step_post_hook(lambda *_: hooks.append("after"))
-    found = template(optimizer, next(stepped_on(optimizer)))
+    found = template(optimizer, next(updated_tensors(optimizer)))
     assert not hooks  # they take a step for one of the run's
     assert found.elements == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     assert list(found.counters) == ["step"]
@@ -84,7 +84,7 @@ def test_asking_what_is_kept_changes_nothing() -> None:
 def test_state_that_is_not_one_value_for_each_weight_is_refused() -> None:
     optimizer = Adafactor([nn.Parameter(torch.zeros(4, 4))])
     with pytest.raises(UserError, match="Adafactor keeps row_var, which does not have one value for each weight"):
-        template(optimizer, OneParameter(optimizer.param_groups[0]["params"][0]))
+        template(optimizer, WholeParameter(optimizer.param_groups[0]["params"][0]))
 
 
 def test_a_checkpoint_has_torchs_names_of_states() -> None:

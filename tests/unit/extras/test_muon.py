@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.deepspeed.flat_tensors import stepped_on
+from harness.deepspeed.flat_tensors import updated_tensors
 from harness.deepspeed.optimizer_states import template
 from harness.errors import UserError
 from harness.extras.muon.momentum import MATRIX_VALUES, OTHER_VALUES, OrthogonalMomentum, muon
@@ -204,5 +204,5 @@ def test_one_matrix_of_experts_on_several_data_ranks_is_refused(
 def test_muon_keeps_a_momentum_of_matrices_and_the_moments_of_others() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layer": nn.Linear(4, 4)})
     optimizer = muon([{"params": list(module.parameters())}], {"lr": 0.01}, names_of(module))
-    kept = {each.param_group: sorted(template(optimizer, each).elements) for each in stepped_on(optimizer)}
+    kept = {each.param_group: sorted(template(optimizer, each).elements) for each in updated_tensors(optimizer)}
     assert sorted(kept.values()) == [["exp_avg", "exp_avg_sq"], ["momentum_buffer"]]
