@@ -133,7 +133,7 @@ class FlatOptimizer(BF16_Optimizer):
 
     # 3. Norm and clipping.
 
-    def counted(self, tp_rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    def gradients_in_norm(self, tp_rank: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's slices of the gradients that it counts in the norm: dense ones, and those of experts."""
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, parameters in enumerate(self.bf16_groups):

@@ -142,7 +142,7 @@ class AwaitedWeights:
                 # before other hooks, which may read weights
                 layer.register_forward_pre_hook(partial(self._await, groups), prepend=True)
 
-    def begin_step(self) -> None:
+    def await_first_weights(self) -> None:
         """Send the weights that are not sent yet, and wait for those that no layer waits for."""
         self._optimizer.await_weights(self._at_first)
 

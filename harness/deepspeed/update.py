@@ -154,7 +154,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 
     def _train_schedule(self) -> StageProgram:
         if self.weights is not None:
-            self.weights.begin_step()
+            self.weights.await_first_weights()
             self.optimizer.forget_sums()
         if self.means is not None:
             # Not in the first step, in which unused parameters and partial gradients are found, and not if weight
@@ -334,7 +334,9 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
     @cached_property
     def _slices(self) -> tuple[list[Tensor], list[Tensor]]:
         """The slices of flat gradients that this rank counts in the norm: dense ones, and those of experts."""
-        found: tuple[list[Tensor], list[Tensor]] = self.optimizer.counted(self.parts.groups.coordinate.tp_rank)
+        found: tuple[list[Tensor], list[Tensor]] = self.optimizer.gradients_in_norm(
+            self.parts.groups.coordinate.tp_rank
+        )
         return found
 
     @cached_property

@@ -95,7 +95,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     try:
-        config, counts = counted(json.load(sys.stdin))
+        config, counts = config_and_counts(json.load(sys.stdin))
     except UserError as error:
         print(str(error).splitlines()[0], file=sys.stderr)
         return 1
@@ -103,7 +103,7 @@ def main() -> int:
     return 0
 
 
-def counted(content: Mapping[str, Any]) -> tuple[JsonObject, ParameterCounts]:
+def config_and_counts(content: Mapping[str, Any]) -> tuple[JsonObject, ParameterCounts]:
     """Return a config.json's content with all defaults, and the counts of its model.
 
     Sizes are also added under the names that most families use. Raises UserError if transformers cannot build it.

@@ -121,7 +121,7 @@ def beat(doing: str) -> None:
     ACTIVITY.show()
 
 
-def begin_step() -> None:
+def count_step() -> None:
     """Count the start of a step. Call it when the step's data has been read."""
     ACTIVITY.steps += 1
     ACTIVITY.beats = ACTIVITY.steps * BEATS_OF_STEP

@@ -31,7 +31,7 @@ from harness.parallel.dropout import RngKeys
 from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
-from harness.resilience.process.activity import beat, begin_step
+from harness.resilience.process.activity import beat, count_step
 from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import (
     GuardedLoss,
@@ -188,7 +188,7 @@ class Engine(ABC):
         Raises:
             UserError: on all ranks, in the first step, if ranks that must read the same data do not.
         """
-        begin_step()
+        count_step()
         self.loss.reset()
         if not self.compared:
             require_same_data(micro_batches, self.groups)

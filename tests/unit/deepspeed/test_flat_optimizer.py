@@ -107,14 +107,14 @@ def test_float32_weights_of_zero_1_are_updated_where_they_lie() -> None:
 
 def test_slices_that_count_in_the_norm_are_joined_and_others_left_out() -> None:
     engine = scheduled("1f1b", ONE, 2, bf16=True)
-    everything, none = flat(engine).counted(0)
+    everything, none = flat(engine).gradients_in_norm(0)
     elements = sum(parameter.numel() for parameter in engine.trained)
     assert [part.numel() for part in everything] == [elements] and none == []
     engine.trained[2].ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed's mark of a tied weight
-    parts = [part.numel() for part in flat(engine).counted(0)[0]]
+    parts = [part.numel() for part in flat(engine).gradients_in_norm(0)[0]]
     assert len(parts) == 2 and sum(parts) == elements - engine.trained[2].numel()
     engine.trained[5].tensor_model_parallel = True  # type: ignore[attr-defined]  # a shard
-    assert [part.numel() for part in flat(engine).counted(1)[0]] == [engine.trained[5].numel()]
+    assert [part.numel() for part in flat(engine).gradients_in_norm(1)[0]] == [engine.trained[5].numel()]
 
 
 def test_a_gradient_after_its_reduction_is_an_error_and_not_a_wrong_number() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from harness.errors import UserError
-from harness.hf.counts import counted, read_config
+from harness.hf.counts import config_and_counts, read_config
 from harness.planner.model_config import (
     SIZE_NAMES,
     NoSize,
@@ -135,7 +135,7 @@ def test_what_is_not_read_is_counted_on_the_model(config: dict[str, Any]) -> Non
         assert text_decoder(config, "it").guessed
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_config(config))
-    complete, counts = counted(config)
+    complete, counts = config_and_counts(config)
     shape = with_counts(decoder_of(complete, "it", counts), counts)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters()) and not shape.guessed
     assert len(stages_of(shape, 2, "balanced", 64, False)) == 2

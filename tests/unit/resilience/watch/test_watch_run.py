@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import TrainingArguments
 from harness.console import plain_console
 from harness.device.process_group import start
-from harness.resilience.process.activity import ACTIVITY, BEATS_OF_STEP, Phase, begin_step, inside, leave
+from harness.resilience.process.activity import ACTIVITY, BEATS_OF_STEP, Phase, count_step, inside, leave
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch import meeting
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
@@ -87,7 +87,7 @@ def test_what_a_rank_does_is_on_its_page_at_once(groups: Groups, tmp_path: Path)
     board = watch(groups, tmp_path).board
     before = board.read(0).beats
     with inside("training", Phase.STEP):
-        begin_step()
+        count_step()
         row = board.read(0)
         assert (row.phase, row.doing, row.beats % BEATS_OF_STEP) == (Phase.STEP, "training", 1)
         assert row.beats > before
