@@ -28,7 +28,7 @@ def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    own = groups.coordinate.batch_rank, digest(micro_batches) if micro_batches else None
+    own = groups.coordinate.batch_rank, tensor_digest(micro_batches) if micro_batches else None
     found = all_gather_object(own)
     for batch_rank in range(groups.layout.batch_ranks):
         ranks = {rank: read for rank, (place, read) in enumerate(found) if place == batch_rank and read is not None}
@@ -43,7 +43,7 @@ def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
             )
 
 
-def digest(value: object) -> str:
+def tensor_digest(value: object) -> str:
     """Return a hash of all tensors in nested values: shapes, dtypes and entries."""
     total = hashlib.sha256()
     for leaf in tree_leaves(value):

@@ -26,7 +26,7 @@ EQUAL, DIFFERS, REFUSED, UNVERIFIED = "equal", "differs", "refused", "not verifi
 HARNESS = Path(__file__).resolve().parents[1]
 
 
-def digest(content: object) -> str:
+def short_digest(content: object) -> str:
     """Return a short hash of JSON that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -67,7 +67,12 @@ def subject(config: Mapping[str, object], layout: Mapping[str, object], model: M
         layout: from `layout_of`.
         model: the entries of the model's config that change what it computes.
     """
-    return {"config": digest(config), "layout": dict(layout), "model": digest(model), "code": digest_of_code()}
+    return {
+        "config": short_digest(config),
+        "layout": dict(layout),
+        "model": short_digest(model),
+        "code": digest_of_code(),
+    }
 
 
 def of_run(
@@ -98,7 +103,7 @@ def find(subject: Mapping[str, object], versions: Mapping[str, object]) -> JsonO
 
 
 def _path(subject: Mapping[str, object], versions: Mapping[str, object]) -> Path:
-    return cache_folder() / "certificates" / f"{digest([subject, versions])}.json"
+    return cache_folder() / "certificates" / f"{short_digest([subject, versions])}.json"
 
 
 def told(certificate: Mapping[str, object]) -> str:

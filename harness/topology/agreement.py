@@ -89,7 +89,7 @@ def require_alike(subjects: Mapping[str, object]) -> None:
 
     All ranks call it, with the same names.
     """
-    digests = b"".join(map(digest, subjects.values()))
+    digests = b"".join(map(json_digest, subjects.values()))
     words = struct.unpack(f">{len(digests) // 4}I", digests)
     # One all-reduce gives maximum and minimum of each word. If they are equal all ranks agree, and a thousand ranks
     # need not gather a thousand digests each.
@@ -203,7 +203,7 @@ def disagreement(subject: str, values: Sequence[object]) -> str | None:
     return f"{spell_ranks(wrong)} {have} another {subject} than {others}"
 
 
-def digest(value: object) -> bytes:
+def json_digest(value: object) -> bytes:
     """Return the SHA-256 of a value's canonical JSON (keys sorted, no blanks). TypeError unless it is JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).digest()

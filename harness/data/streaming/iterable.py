@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from harness.batches.same_data import digest
+from harness.batches.same_data import tensor_digest
 from harness.batches.stream import fingerprint
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
@@ -80,7 +80,7 @@ class IterableRows(Rows):
         self.first: Row = next(self._pass(0), None)
         if self.first is None:
             raise UserError(f"{name} is empty: it must give at least one sample")
-        self.key = fingerprint("iterable", type(dataset).__name__, digest(self.first))
+        self.key = fingerprint("iterable", type(dataset).__name__, tensor_digest(self.first))
 
     def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
         """Yield the rows of all passes; a section is a pass. UserError if a pass is empty."""

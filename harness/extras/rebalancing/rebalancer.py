@@ -84,7 +84,7 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
 
 def _on_host(held: LocalShard) -> LocalShard:
     """Return the shard with a copy of its values in host memory, which outlives the engine."""
-    return replace(held, values=held.values.to("cpu", copy=True), stepped=None)
+    return replace(held, values=held.values.to("cpu", copy=True), updated=None)
 
 
 MIN_GAIN = 0.05  # share of a step: less may be noise, and a move takes as long as several steps

@@ -2,7 +2,7 @@
 
 The judging rank of each host writes the status of its host's ranks. The first host, which serves the store, reads those
 of all others and judges the whole run; the others read only the first host's. So the load is linear in the number of
-hosts. Each message has a digest besides the statuses: while all is well, the first host reads nothing else. The
+hosts. Each message has a summary besides the statuses: while all is well, the first host reads nothing else. The
 exchange has a thread and a connection of its own, so that a slow network delays nothing else.
 """
 
@@ -28,10 +28,10 @@ EVERY_S = 1.0
 ANSWER_S = 5.0
 PREFIX = "watch"
 NAMES = tuple(field.name for field in fields(RankStatus))
-DIGESTS = TypeAdapter(tuple[float, float, bool])  # time at which the statuses were shown, and their digest
+SUMMARY = TypeAdapter(tuple[float, float, bool])  # time at which the statuses were shown, and their summary
 
 
-def digest(statuses: Sequence[RankStatus]) -> tuple[float, bool]:
+def summary(statuses: Sequence[RankStatus]) -> tuple[float, bool]:
     """Return all that the first host needs of a host while all is well.
 
     That is the seconds until all of its ranks would be over their limits without progress, and whether one of them is
@@ -48,8 +48,8 @@ class _Message:
     def __init__(self, content: bytes) -> None:
         self.at = time.monotonic()
         self.content = content
-        digests, _, self._packed = content.partition(b"\n")
-        _, self.left_s, self.is_odd = DIGESTS.validate_json(digests)
+        summaries, _, self._packed = content.partition(b"\n")
+        _, self.left_s, self.is_odd = SUMMARY.validate_json(summaries)
         self._rows: list[RankStatus] | None = None
 
     def statuses(self, now: float) -> list[RankStatus]:
@@ -105,8 +105,8 @@ class OtherHosts:
         return self.judges_all and len(self._heard) == len(self._others)
 
     def is_well(self, here: Sequence[RankStatus], now: float) -> bool:
-        """Return whether digests alone rule out a verdict: all hosts answer, all ranks train, one makes progress."""
-        left_s, is_odd = digest(here)
+        """Return whether summaries alone rule out a verdict: all hosts answer, all ranks train, one makes progress."""
+        left_s, is_odd = summary(here)
         heard = list(self._heard.values())
         if is_odd or any(each.is_odd or now - each.at > SILENT_S for each in heard):
             return False
@@ -148,9 +148,9 @@ class OtherHosts:
             return
         # No answer (dist.DistError is a RuntimeError), or not a message of this run, which its host will write again.
         with suppress(RuntimeError, UserError, ValueError):
-            digests = json.dumps([shown_at, *digest(statuses)])  # the time marks equal statuses as new ones
+            summaries = json.dumps([shown_at, *summary(statuses)])  # the time marks equal statuses as new ones
             rows = json.dumps([[getattr(each, name) for name in NAMES] for each in statuses])
-            self._store.set(self._here, f"{digests}\n{rows}")
+            self._store.set(self._here, f"{summaries}\n{rows}")
             for name, content in zip(self._others, self._store.multi_get(self._others), strict=True):
                 known = self._heard.get(name)
                 if content and (known is None or content != known.content):

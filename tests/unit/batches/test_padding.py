@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.batches.padding import at_length, at_longest, padding_of
-from harness.batches.same_data import digest
+from harness.batches.same_data import tensor_digest
 
 
 class Texts:
@@ -83,13 +83,13 @@ def test_a_data_set_is_read_at_another_length() -> None:
 )
 def test_a_digest_tells_entries_types_and_shapes_apart(other: Any) -> None:
     one = [(torch.tensor([1, 3]), torch.tensor([[0.5]]))]
-    assert digest(one) == digest([(torch.tensor([1, 3]), torch.tensor([[0.5]]))])
-    assert digest(one) != digest(other)
+    assert tensor_digest(one) == tensor_digest([(torch.tensor([1, 3]), torch.tensor([[0.5]]))])
+    assert tensor_digest(one) != tensor_digest(other)
 
 
 def test_a_digest_takes_values_of_any_kind_in_any_memory_order() -> None:
     matrix = torch.arange(6.0).view(2, 3)
-    assert digest(matrix.t().contiguous()) == digest(matrix.t())
-    assert digest({"text": "a", "n": 1}) != digest({"text": "b", "n": 1})
-    assert digest(torch.tensor(float("nan"))) == digest(torch.tensor(float("nan")))
-    assert digest(torch.ones(2, dtype=torch.bfloat16)) != digest(torch.zeros(2, dtype=torch.bfloat16))
+    assert tensor_digest(matrix.t().contiguous()) == tensor_digest(matrix.t())
+    assert tensor_digest({"text": "a", "n": 1}) != tensor_digest({"text": "b", "n": 1})
+    assert tensor_digest(torch.tensor(float("nan"))) == tensor_digest(torch.tensor(float("nan")))
+    assert tensor_digest(torch.ones(2, dtype=torch.bfloat16)) != tensor_digest(torch.zeros(2, dtype=torch.bfloat16))

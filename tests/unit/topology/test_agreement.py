@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.topology.agreement import check_agreement, code_version, digest, disagreement, tree_digest
+from harness.topology.agreement import check_agreement, code_version, disagreement, json_digest, tree_digest
 from harness.topology.layout import Layout
 
 
@@ -27,11 +27,11 @@ def test_the_majority_is_right_and_ties_go_to_rank_0(held: str, told: str | None
 
 
 def test_a_digest_depends_on_content_and_not_on_the_order_of_keys() -> None:
-    assert digest({"a": 1, "b": {"c": [1, 2], "d": None}}) == digest({"b": {"d": None, "c": [1, 2]}, "a": 1})
-    assert digest({"a": 1}) != digest({"a": 2})
-    assert digest({"a": [1, 2]}) != digest({"a": [2, 1]})
+    assert json_digest({"a": 1, "b": {"c": [1, 2], "d": None}}) == json_digest({"b": {"d": None, "c": [1, 2]}, "a": 1})
+    assert json_digest({"a": 1}) != json_digest({"a": 2})
+    assert json_digest({"a": [1, 2]}) != json_digest({"a": [2, 1]})
     with pytest.raises(TypeError):
-        digest({"a": Path()})
+        json_digest({"a": Path()})
 
 
 def test_code_its_tables_and_plans_move_the_code_digest_and_nothing_else_does(tmp_path: Path) -> None:
