@@ -89,7 +89,7 @@ class PreferenceData:
         """Prepare the data sets given to the Trainer; all ranks call it. UserError if they cannot be used."""
         train, evaluation = given.train_dataset, given.eval_dataset
         parts = list(evaluation.values()) if isinstance(evaluation, Mapping) else [evaluation]
-        if all(each is None or isinstance(each, PreferenceSamples) for each in (train, *parts)):
+        if all(each is None or _is_prepared(each) for each in (train, *parts)):  # by `script_datasets`
             held_out = cast("EvaluationData", evaluation)
             return Datasets(
                 train=cast("MapDataset | None", train), evaluation=held_out, tokenizer=given.processing_class
@@ -105,8 +105,8 @@ class PreferenceData:
         prepare = self._preparing(tokenizer, request)
 
         def prepared(data: AnyDataset, name: str) -> MapDataset:
-            if isinstance(data, PreferenceSamples):
-                return data
+            if _is_prepared(data):
+                return cast("MapDataset", data)
             if is_iterable(data) and name == "train_dataset":
                 streamed = stream(
                     IterablePairs(data, name, Speaker.of(request.console)), tokenizer, _form(tokenizer, request)
@@ -251,6 +251,10 @@ def _form(tokenizer: Tokenizer, request: DataRequest) -> SampleForm:
 
 def _preparation(request: DataRequest) -> Preparation:
     return Preparation(say=Speaker.of(request.console))
+
+
+def _is_prepared(data: object) -> bool:
+    return isinstance(data, PreferenceSamples | Joined | Streamed)
 
 
 def samples_in(data: object) -> list[PreferenceSamples]:

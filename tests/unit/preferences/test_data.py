@@ -9,15 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import PreferenceArguments, Preferences, UserError
+from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments, UserError
+from harness.arguments.themes.script import ScriptArguments
+from harness.console import plain_console
 from harness.data.inputs.datasets import SampleForm
 from harness.data.on_disk.cache import Preparation
 from harness.data.tokenizer import ByteTokenizer
+from harness.hf.skeleton import read_source
 from harness.preferences.documents import items_of, read_items, tokenised
 from harness.preferences.items import require_first_rows
 from harness.preferences.samples import PreferenceSamples, collate
 from harness.preferences.streaming import IterablePairs, PairRows, stream
+from harness.preflight import check_inputs
+from harness.topology.env import LaunchEnv
 from harness.train import main
+from harness.training.parts.data import DataRequest
 from tests.preferences import LABELLED, PAIRS
 
 END = 256
@@ -156,8 +162,6 @@ def test_a_wrong_flag_is_refused_in_one_line(
 
 
 def test_a_loss_of_ones_own_or_a_collator_does_not_go_with_preferences(tmp_path: Path) -> None:
-    from harness import Trainer, TrainingArguments
-
     arguments = TrainingArguments(str(tmp_path / "run"), max_steps=1)
     for given in ({"loss_fn": lambda logits, labels: logits.sum()}, {"data_collator": list}):
         with pytest.raises(UserError, match="has no effect with --preference dpo"):
@@ -202,28 +206,48 @@ def test_a_stream_gives_the_pairs_of_the_data_and_resumes_at_any(tmp_path: Path)
         IterablePairs([{**PAIRS[0], "rejected": PAIRS[0]["chosen"]}], "train_dataset", print)
 
 
-def test_files_of_pairs_are_mixed_by_weight_each_with_its_own_reference(tmp_path: Path) -> None:
-    words = []
-    for name, rows, weight in (("a", PAIRS[:3], 0.75), ("b", PAIRS[3:], 0.25)):
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("\n".join(map(json.dumps, rows)))
-        words.append(f"{file}:{weight}")
-    flags = [
-        "--train_file",
-        *words,
-        "--preference",
-        "dpo",
-        "--block_size",
-        "64",
-        "--max_steps",
-        "1",
-        "--verify_plan",
-        "off",
-    ]
-    run = tmp_path / "run"
-    assert main([*flags, "--per_device_train_batch_size", "8", "--save_steps", "0", "--output_dir", str(run)]) == 0
-    (step,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+def trained_on(tmp_path: Path, kind: str, words: list[str], **flags: Any) -> tuple[Any, Any]:
+    """The numbers of a step on files, as the script's flags name them, and the composition of its data."""
+    script = ScriptArguments(train_file=tuple(words), model_name_or_path="tiny-llama", **flags)
+    args = TrainingArguments(
+        str(tmp_path / "run"),
+        block_size=64,
+        max_steps=2,
+        per_device_train_batch_size=8,
+        save_steps=0,
+        verify_plan="off",
+        do_train=True,
+        do_eval=not script.streaming,
+    )
+    of = PreferenceArguments(preference=kind)
+    config, source = check_inputs(script, args, LaunchEnv(), None, of), read_source("tiny-llama")
+    request = DataRequest(args=args, config=config, source=source, env=LaunchEnv(), console=plain_console(0))
+    objective = Preferences(of)
+    data = objective.data.script_datasets(script, request)
+    trainer = Trainer(source, args, data.train, data.evaluation, processing_class=data.tokenizer, objective=objective)
+    trainer.train()
+    trainer.close()
+    first, *_ = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    return first, json.loads((tmp_path / "run/run.json").read_text())["data"].get("sources")
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> list[str]:
+    """Files of 60 and of 180 pairs."""
+    rows = [{**pair, "prompt": f"{n}: {pair['prompt']}"} for n in range(30) for pair in PAIRS]
+    for name, part in (("a", rows[:60]), ("b", rows[60:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    return [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+
+
+def test_files_of_pairs_are_mixed_by_weight_each_with_its_own_reference(two_files: list[str], tmp_path: Path) -> None:
+    first, second = two_files
+    step, sources = trained_on(tmp_path, "dpo", [f"{first}:0.75", f"{second}:0.25"])
     # a reference of other pairs would be far from the model that has not moved yet
     assert [step["rewards/chosen"], step["rewards/rejected"]] == pytest.approx([0, 0], abs=1e-5)
-    sources = json.loads((run / "run.json").read_text())["data"]["sources"]
-    assert [(each["share"], each["samples"]) for each in sources] == [(0.75, 3), (0.25, 5)]
+    assert [(each["share"], each["name"]) for each in sources] == [(0.75, first), (0.25, second)]
+
+
+def test_files_of_pairs_are_streamed_and_mixed(two_files: list[str], tmp_path: Path) -> None:
+    step, sources = trained_on(tmp_path, "orpo", [f"{name}:1" for name in two_files], streaming=True)
+    assert sources is None and step["consumed_samples"] == 8 and 4 < step["nll_loss"] < 8
