@@ -53,6 +53,7 @@ def pair(row: Mapping[str, object], location: str) -> tuple[Answer, Answer]:
     chosen, rejected = (_said(value, f"{location}: `{name}`") for name, value in values)
     if prompt is None or (isinstance(prompt, str) and _repeat_prompt(chosen, rejected)):
         prompt, chosen, rejected = _without_beginning(chosen, rejected, location)
+    _require_said(prompt, location)
     answers = [_joined(prompt, said) for said in (chosen, rejected)]
     if answers[0] == answers[1]:
         raise UserError(f"{location}: `{values[0][0]}` and `{values[1][0]}` are equal: remove the row")
@@ -85,6 +86,7 @@ def labelled(row: Mapping[str, object], location: str) -> Iterator[Answer]:
             prompt, said = said[:-1], said[-1:]
     if prompt is None:
         raise UserError(f"{location} has no `prompt` (it has: {_names(row)}): give one, or completions as messages")
+    _require_said(prompt, location)
     yield _answer(row, _joined(prompt, said), location, "completion", desirable=_LABELS[key])
 
 
@@ -136,6 +138,15 @@ def _said(value: object, location: str) -> Said:
     if "`prompt`" not in location and not (said.strip() if isinstance(said, str) else said):
         raise UserError(f"{location} is empty: remove the row")
     return said
+
+
+def _require_said(prompt: Said, location: str) -> None:
+    """Raise UserError for an empty prompt: completions of nothing cannot be compared as answers to it."""
+    texts = (
+        [prompt] if isinstance(prompt, str) else [each.get("content") for each in prompt if isinstance(each, Mapping)]
+    )
+    if not any(text.strip() if isinstance(text, str) else text for text in texts):
+        raise UserError(f"{location}: the prompt is empty: give one, or remove the row")
 
 
 def _role(message: object) -> object:

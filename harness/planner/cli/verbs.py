@@ -14,6 +14,7 @@ from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_model_config
 from harness.config.text.document import load
 from harness.config.values.arguments import BLOCK_SIZE
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.estimate import Estimate, predict
@@ -225,11 +226,22 @@ def _sequences(args: argparse.Namespace) -> int:
 def _reference_lines(args: argparse.Namespace, one: Estimate) -> Iterator[str]:
     """Yield a line on the pass over the data that a preference loss needs before training."""
     if args.preference in NEED_REFERENCE:
-        seconds = one.forward_seconds / one.strategy.global_batch * 1000
         yield (
-            f"\nbefore training: --preference {args.preference} needs a pass without gradients, about {seconds:,.3g} s "
-            "for each 1,000 samples; its results are kept with the data"
+            f"\nbefore training: --preference {args.preference} needs a pass without gradients, about "
+            f"{_reference_seconds(one):,.3g} s for each 1,000 samples and no more memory than a step; its results are "
+            "kept with the data"
         )
+
+
+def _reference_seconds(one: Estimate) -> float:
+    """Return the seconds of that pass for each 1,000 samples."""
+    return one.forward_seconds / one.strategy.global_batch * 1000
+
+
+def _row(args: argparse.Namespace, one: Estimate) -> JsonObject:
+    """Return a prediction as JSON, with the pass before training if there is one."""
+    before = {"reference_seconds_per_1000_samples": _reference_seconds(one)}
+    return {**one.row(), **(before if args.preference in NEED_REFERENCE else {})}
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
@@ -272,7 +284,7 @@ def estimate(argv: Sequence[str]) -> int:
     )
     assert isinstance(one, Estimate)  # its hardware is known
     lines = [*estimate_lines(one), *_reference_lines(args, one)]
-    print(json.dumps([one.row()], indent=2) if args.json else "\n".join(lines))
+    print(json.dumps([_row(args, one)], indent=2) if args.json else "\n".join(lines))
     return 0
 
 
@@ -326,7 +338,7 @@ def plan(argv: Sequence[str]) -> int:
     if args.write is not None:
         write_preset(args.write, found.fitting[args.row - 1].strategy, task.workload.precision, args.model)
     if args.json:
-        print(json.dumps([one.row() for one in found.fitting], indent=2))
+        print(json.dumps([_row(args, one) for one in found.fitting], indent=2))
         return 0
     devices = more_devices(task, found.fitting[0])
     lines = plan_lines(found, args.top, devices, more_memory(found))

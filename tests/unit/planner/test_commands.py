@@ -238,6 +238,8 @@ def test_preferences_are_two_sequences_a_sample_and_perhaps_a_pass_before(capsys
     assert pairs["micro_batch"] == 2 and twice["micro_batch"] == 4
     same = ("memory_gib", "step_seconds", "tokens_per_second")
     assert [pairs[key] for key in same] == [twice[key] for key in same]
+    assert 0 < pairs["reference_seconds_per_1000_samples"] < 1000 * pairs["step_seconds"]["total"] / 16
+    assert "reference_seconds_per_1000_samples" not in twice
     assert main([*config, "2", "--preference", "kto"]) == 0
     assert "before training: --preference kto needs a pass without gradients, about" in capsys.readouterr().out
     assert main([*config, "2", "--preference", "orpo"]) == 0

@@ -87,6 +87,12 @@ def test_texts_are_continued_as_they_are_and_a_common_beginning_is_the_prompt() 
             {"question": "a", "chosen": "b", "rejected": [said("assistant", "b")]}, "are equal", id="in-two-forms"
         ),
         pytest.param({"prompt": "a", "chosen": " ", "rejected": "b"}, "a.jsonl:3: `chosen` is empty", id="empty"),
+        pytest.param({"prompt": " ", "chosen": "b", "rejected": "c"}, "a.jsonl:3: the prompt is empty", id="no-prompt"),
+        pytest.param({"chosen": "b", "rejected": "c"}, "a.jsonl:3: the prompt is empty", id="nothing-in-common"),
+        pytest.param({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, "the prompt is empty", id="no-question"),
+        pytest.param(
+            {"prompt": [said("user", "")], "chosen": [GOOD], "rejected": [BAD]}, "the prompt is empty", id="silence"
+        ),
         pytest.param({"prompt": [ASKED], "chosen": [GOOD], "rejected": []}, "`rejected` is empty", id="no-message"),
         pytest.param(
             {"prompt": [ASKED], "chosen": [said("assistant", "")], "rejected": [BAD]}, "`chosen` is empty", id="silent"
@@ -135,6 +141,7 @@ def test_a_completion_has_a_label(row: dict[str, Any], wanted: list[bool]) -> No
         pytest.param({"prompt": "a", "completion": "b", "label": 0.7}, "`label` is 0.7: give true", id="a-score"),
         pytest.param({"prompt": "a", "completion": "", "label": True}, "`completion` is empty", id="empty"),
         pytest.param({"completion": "b", "label": True}, "has no `prompt`", id="no-prompt"),
+        pytest.param({"prompt": "", "completion": "b", "label": True}, "a.jsonl:3: the prompt is empty", id="silence"),
     ],
 )
 def test_a_completion_without_label_or_prompt_is_refused(row: dict[str, Any], words: str) -> None:

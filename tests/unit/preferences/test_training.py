@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
 
 from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments, UserError
 from harness.data.tokenizer import ByteTokenizer
 from tests.models import model_of
-from tests.preferences import FLAGS, LABELLED, PAIRS, trained
+from tests.preferences import DEFAULTS, FLAGS, LABELLED, PAIRS, pair_step, trained
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +24,7 @@ def prepared_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trainer_of(kind: str, output_dir: Path, *, micro: int = 2, zero: int = 0, model: Any = None, **of: Any) -> Trainer:
     settings = {name: of.pop(name) for name in list(of) if name not in FLAGS and name != "peft_config"}
+    train = settings.pop("train", LABELLED if kind == "kto" else PAIRS)
     peft = {name: of.pop(name) for name in list(of) if name == "peft_config"}
     config = {
         "train_batch_size": 4,
@@ -46,7 +49,7 @@ def trainer_of(kind: str, output_dir: Path, *, micro: int = 2, zero: int = 0, mo
     return Trainer(
         model_of("llama") if model is None else model,
         arguments,
-        rows,
+        train,
         rows,
         processing_class=ByteTokenizer(),
         objective=Preferences(given),
@@ -105,3 +108,17 @@ def test_a_checkpoint_is_resumed_with_the_objective_that_it_was_trained_on(tmp_p
             trainer_of(kind, tmp_path / "run", model=model, **then, **more).train()
         assert f"checkpoint-1 was trained on {of_dpo}, but this run on {ours}: resume with" in str(caught.value)
     assert len(steps_of(trainer_of("dpo", tmp_path / "run", model=model, beta=0.1, **then))) == 2
+
+
+def test_an_iterable_data_set_is_streamed_in_its_order(tmp_path: Path) -> None:
+    class Pairs(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(PAIRS)
+
+    first, *_ = steps_of(trainer_of("simpo", tmp_path / "run", train=Pairs(), max_steps=1))
+    model = model_of("llama").double()
+    loss, metrics = pair_step(model, model, "simpo", PAIRS[:4], DEFAULTS)
+    assert first["loss"] == pytest.approx(loss.item(), rel=2e-6)
+    assert {name: first[name] for name in metrics} == pytest.approx(metrics, rel=2e-4, abs=2e-5)
+    with pytest.raises(UserError, match="an IterableDataset does not work with --preference dpo, which computes"):
+        trainer_of("dpo", tmp_path / "other", train=Pairs()).train()
