@@ -52,6 +52,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.monitors import Monitors
     from harness.extras.progress import ProgressCallback
     from harness.extras.pushing import pushing
+    from harness.extras.read_ahead import ReadAhead
     from harness.extras.rebalancing.rebalancer import Rebalancer
 
     return replace(
@@ -64,6 +65,7 @@ def _with_extras(parts: Parts) -> Parts:
         monitors=Monitors,
         progress=ProgressCallback,
         pushing=pushing,
+        read_ahead=ReadAhead,
         rebalancer=Rebalancer,
         user_optimizer=user_optimizer,
     )

@@ -8,9 +8,10 @@ the number of samples that all ranks together have consumed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from harness.batches.collate import (
 )
 from harness.batches.order import Indices, OwnOrder, SeveralSources, batch_indices
 from harness.batches.padding import PaddedSamples, at_length, padding_of
-from harness.batches.read_ahead import ReadAhead
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, reseed, seed_of
 from harness.resilience.process.activity import inside
@@ -58,6 +58,24 @@ class StepPlan:
     tokens: int | None
 
 
+ReadStep: TypeAlias = Callable[[StepPlan], tuple[list[MicroBatch], int]]
+"""Reads a step: its micro-batches, and how many of their tokens an attention_mask hides."""
+
+
+class StepReader(Protocol):
+    """Reads steps before they are asked for."""
+
+    def __call__(self, plan: StepPlan, /) -> tuple[list[MicroBatch], int]:
+        """Return what `ReadStep` does."""
+
+    def close(self) -> None:
+        """Stop reading."""
+
+
+OpenReader: TypeAlias = Callable[[ReadStep, Callable[[StepPlan], Iterator[StepPlan]]], StepReader]
+"""Makes a reader from what reads a step, and from what yields a plan and all plans after it."""
+
+
 class BatchStream:
     """An endless stream of micro-batches: after the last sample the next epoch begins, in a new order.
 
@@ -85,7 +103,7 @@ class BatchStream:
         consumed: int = 0,
         data_collator: Collator = collate,
         one_length: bool = False,
-        workers: int = 0,
+        read_ahead: OpenReader | None = None,
     ) -> None:
         self.dataset = dataset
         self.n = dataset_length(dataset)
@@ -101,7 +119,7 @@ class BatchStream:
         self.collator = data_collator
         self.one_length = one_length  # all micro-batches of a step are padded alike
         self.length: int | None = None
-        self._ahead = ReadAhead(self._read, self._following, workers) if workers else None
+        self._ahead = None if read_ahead is None else read_ahead(self._read, self._following)
         self._pads = isinstance(dataset, PaddedSamples)
         self._has_sources = isinstance(dataset, SeveralSources) and len(dataset.names) > 1
         self._ordered = np.empty(0, dtype=np.int64)  # indices of the samples after the first `_ordered_from`
@@ -174,7 +192,7 @@ class BatchStream:
         return batch_indices(consumed, count, self.n, self.seed)
 
     def close(self) -> None:
-        """End the workers, if there are any."""
+        """Stop reading ahead."""
         if self._ahead is not None:
             self._ahead.close()
 

@@ -16,7 +16,7 @@ from harness import TrainingArguments, UserError
 from harness.training.trainer import Trainer
 from tests.core import AROUND, CORE, PARTS, closure, files_of_tests, lies_in, modules
 
-MOST_LINES = 32_500
+MOST_LINES = 32_300
 LEAST_TESTS = 90  # files that run where the parts are deleted: scripts/test_core
 
 
@@ -36,6 +36,7 @@ def test_most_files_of_tests_need_no_part() -> None:
     [
         ({"profile": 2}, "--profile", "harness.report"),
         ({"use_liger_kernel": True}, "--use_liger_kernel", "harness.extras"),
+        ({"dataloader_num_workers": 2}, "--dataloader_num_workers", "harness.extras"),
         ({"rebalance_steps": 2}, "--rebalance_steps", "harness.extras"),
         ({"report_to": "csv"}, "--report_to", "harness.extras"),
         ({"deepspeed_config": {"gradient_compression": {"bits": 8}}}, "gradient_compression", "harness.extras"),

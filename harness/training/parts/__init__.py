@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.arguments import TrainingArguments
+from harness.batches.stream import StepReader
 from harness.config import ConfigCheck, Resolved
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
@@ -195,6 +196,7 @@ class Parts:
         verify_sharding, require_packable, plan_tokens: each tries one property of the model on a tiny copy.
         adapters: finds the adapters to train instead of the model's weights.
         fusing: fuses operations of layers; without it they run as transformers has written them.
+        read_ahead: reads steps in that many worker processes (`--dataloader_num_workers`).
         host_memory: opens shared memory for the collectives of CPU ranks on one host.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
@@ -217,6 +219,7 @@ class Parts:
     plan_tokens: PlanTokens | None = None
     adapters: FindAdapters | None = None
     fusing: FuseOperations | None = None
+    read_ahead: Callable[..., StepReader] | None = None
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None

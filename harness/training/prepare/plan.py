@@ -221,6 +221,8 @@ def _require_parts(inputs: RunInputs, resolved: Resolved) -> None:
     args, parts = inputs.args, inputs.parts
     if resolved.gradient_bits != 0:
         needed(parts.compression, "gradient_compression", "harness.extras")
+    if args.dataloader_num_workers:
+        needed(parts.read_ahead, "--dataloader_num_workers", "harness.extras")
     if args.rebalance_steps:
         needed(parts.rebalancer, "--rebalance_steps", "harness.extras")
     if parts.monitors is None and monitor_sections(args, args.output_dir, resolved.config):

@@ -417,6 +417,11 @@ def training_stream(run: Run) -> BatchStream | None:
     """Return the stream of this rank's training samples, at its start; None without training data."""
     if run.spec.data.train is None:
         return None
+    read_ahead, workers = None, run.spec.args.dataloader_num_workers
+    if workers and run.engine.reads_data:
+        read_ahead = partial(
+            needed(run.spec.parts.read_ahead, "--dataloader_num_workers", "harness.extras"), workers=workers
+        )
     stream = BatchStream(
         run.spec.data.train,
         seed=run.spec.args.order_seed,
@@ -426,7 +431,7 @@ def training_stream(run: Run) -> BatchStream | None:
         batch_ranks=run.spec.layout.batch_ranks,
         data_collator=run.data_check.collator,
         one_length=run.engine.needs_one_length,
-        workers=run.spec.args.dataloader_num_workers if run.engine.reads_data else 0,
+        read_ahead=read_ahead,
     )
     report_padding(run.console, stream.padding_share(), packed=run.spec.args.packing)
     return stream

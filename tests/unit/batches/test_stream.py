@@ -1,8 +1,6 @@
 """Micro-batches: each sample once an epoch, alike in every layout, and the same again after a resume."""
 
-import multiprocessing
 import random
-import subprocess
 import tracemalloc
 
 import numpy as np
@@ -178,40 +176,6 @@ def test_the_digest_tells_other_data(dataset):
     assert len({data_digest(data) for data in (rows, packed, masked)}) == 3
     pairs = TensorDataset(torch.arange(8.0).view(8, 1), torch.arange(8))
     assert data_digest(pairs) == data_digest(TensorDataset(*pairs.tensors))
-
-
-def test_workers_read_ahead_the_same_samples_also_after_a_rollback_and_end(dataset):
-    def step(stream):
-        return [ids[:, 0].tolist() for ids, _ in stream.next_step()]
-
-    (alone,), ahead = streams(dataset, 1), BatchStream(dataset, seed=7, micro_batch=2, accumulation=4, workers=2)
-    state = torch.get_rng_state()
-    before = set(multiprocessing.active_children())  # what other tests have left
-    for _ in range(6):
-        assert step(ahead) == step(alone)
-    for stream in (ahead, alone):
-        stream.consumed = 16
-        stream.skipped.append([24, 32])
-    for _ in range(4):
-        assert step(ahead) == step(alone)
-    assert torch.equal(torch.get_rng_state(), state)
-    workers = set(multiprocessing.active_children()) - before
-    assert len(workers) == 2
-    for number in ("TERM", "INT"):  # for the whole run, which saves first
-        subprocess.run(["kill", f"-{number}", *(str(worker.pid) for worker in workers)], check=True)
-    assert step(ahead) == step(alone)
-    ahead.close()
-    for worker in workers:
-        worker.join(20)
-    assert not any(worker.is_alive() for worker in workers)
-
-
-def test_what_a_worker_cannot_use_is_one_line():
-    rows = [{"input_ids": [1] * (1 + i)} for i in range(8)]
-    stream = BatchStream(rows, seed=0, micro_batch=4, accumulation=1, workers=1)
-    with pytest.raises(UserError, match=r"^input_ids of .* in one micro-batch: pad them"):
-        stream.next_step()
-    stream.close()
 
 
 class Noise:

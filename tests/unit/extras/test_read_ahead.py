@@ -8,15 +8,18 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness.batches.read_ahead import ReadAhead
+from harness.batches.stream import BatchStream
 from harness.errors import UserError
+from harness.extras.read_ahead import ReadAhead
 
 
 def counting(plan: int) -> Iterator[int]:
@@ -125,3 +128,44 @@ def test_workers_end_with_a_run_that_is_killed() -> None:
     os.kill(run, signal.SIGKILL)
     os.waitpid(run, 0)
     assert ends(worker)
+
+
+def streamed(rows: list[dict[str, list[int]]], micro_batch: int, workers: int) -> BatchStream:
+    """Steps of 4 samples; without workers the process itself reads."""
+    ahead = partial(ReadAhead, workers=workers) if workers else None
+    return BatchStream(rows, seed=7, micro_batch=micro_batch, accumulation=4 // micro_batch, read_ahead=ahead)
+
+
+def test_workers_read_ahead_the_same_samples_also_after_a_rollback_and_end() -> None:
+    def step(stream: BatchStream) -> list[list[int]]:
+        return [ids[:, 0].tolist() for ids, _ in stream.next_step()]
+
+    rows = [{"input_ids": [row, 0, 1]} for row in range(37)]
+    alone, ahead = streamed(rows, 2, workers=0), streamed(rows, 2, workers=2)
+    state = torch.get_rng_state()
+    before = set(multiprocessing.active_children())  # what other tests have left
+    for _ in range(6):
+        assert step(ahead) == step(alone)
+    for stream in (ahead, alone):
+        stream.consumed = 8
+        stream.skipped.append([12, 16])
+    for _ in range(4):
+        assert step(ahead) == step(alone)
+    assert torch.equal(torch.get_rng_state(), state)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    for number in ("TERM", "INT"):  # for the whole run, which saves first
+        subprocess.run(["kill", f"-{number}", *(str(worker.pid) for worker in workers)], check=True)
+    assert step(ahead) == step(alone)
+    ahead.close()
+    for worker in workers:
+        worker.join(20)
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_what_a_worker_cannot_use_is_one_line() -> None:
+    rows = [{"input_ids": [1] * (1 + i)} for i in range(8)]
+    stream = streamed(rows, 4, workers=1)
+    with pytest.raises(UserError, match=r"^input_ids of .* in one micro-batch: pad them"):
+        stream.next_step()
+    stream.close()
