@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.installed import config_check, is_installed, require_installed, watch
+from harness.resilience.placement import advise_run
 from harness.training.parts import Parts
 from harness.training.trainer import Trainer as CoreTrainer
 from harness.uncaught import show_in_one_line
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def installed_parts() -> Parts:
     """Return all parts that are installed."""
-    parts = Parts(check_config=config_check(), watch=watch())
+    parts = Parts(check_config=config_check(), placement_advice=advise_run, watch=watch())
     adding: dict[str, Callable[[Parts], Parts]] = {
         "harness.data": _with_data,
         "harness.extras": _with_extras,

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.topology.placement import host_id
+from harness.topology.hosts import host_id
 
 _NOTE = struct.Struct("<q")
 _GREETING = struct.Struct("<q16s")  # the caller's rank, and the secret of the rank that is called

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError
-from harness.topology.placement import Host
+from harness.resilience.placement import Host
 
 MOST_SLOTS = 1024  # ranks of a host: more is a typing error, and would start so many processes
 HOST_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")

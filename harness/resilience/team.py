@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from harness.resilience.cause import Device
 from harness.resilience.judging import History
+from harness.resilience.placement import Host, place
 from harness.resilience.script import Script, Start
-from harness.topology.placement import Host, place
 
 LOST = 75  # exit code of an agent that must join again: the store is gone, or the others went on without it
 

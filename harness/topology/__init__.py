@@ -1,4 +1,4 @@
 """The topology of a run: layout arithmetic, process groups, placement on hosts, launchers.
 
-`layout`, `placement` and `env` need no torch, so nothing is imported here.
+`layout`, `hosts` and `env` need no torch, so nothing is imported here.
 """

@@ -38,8 +38,8 @@ from harness.hf.weights.tensor_files import OpenFile, Stored, open_safetensors
 from harness.parallel.host import brought_to_host
 from harness.topology.agreement import all_gather_object, all_gather_on_host, all_or_none, host_group
 from harness.topology.groups import Groups
+from harness.topology.hosts import host_id
 from harness.topology.layout import Axis, Coordinate
-from harness.topology.placement import host_id
 
 
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:

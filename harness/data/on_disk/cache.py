@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from harness.batches.stream import fingerprint
 from harness.errors import UserError, reason
 from harness.topology.env import LaunchEnv
-from harness.topology.placement import host_id
+from harness.topology.hosts import host_id
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -32,7 +32,7 @@ from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profile.record import Span
 from harness.topology.agreement import all_gather_on_host, gather_object
-from harness.topology.placement import host_id
+from harness.topology.hosts import host_id
 
 # How far each host's clock is ahead of rank 0's. All processes of a host share one clock (CLOCK_MONOTONIC, which
 # `time.perf_counter` reads), so only the first rank of every other host asks rank 0 for its time. It takes the answer

@@ -39,7 +39,7 @@ from harness.resilience.watch.stragglers import SAMPLES, Stragglers, share_of_wo
 from harness.topology.agreement import all_gather_on_host, any_rank, broadcast_object, host_group
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
-from harness.topology.placement import host_id
+from harness.topology.hosts import host_id
 from harness.topology.processes import status_of
 from harness.topology.signed_store import SignedStore
 

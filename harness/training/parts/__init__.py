@@ -28,6 +28,7 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
 from harness.topology.env import LaunchEnv
+from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
 from harness.training.callbacks import StepRecord, TrainerCallback
 from harness.training.engine.context import EngineContext, GradientCompression
@@ -199,6 +200,7 @@ class Parts:
         read_ahead: reads steps in that many worker processes (`--dataloader_num_workers`).
         host_memory: opens shared memory for the collectives of CPU ranks on one host.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
+        placement_advice: returns a warning if tensor-parallel groups cross hosts.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
         user_optimizer: checks the Trainer's `optimizers`, given the run's inputs, model, adapters, config and layout.
         monitors: opens monitors, given their sections of the DeepSpeed JSON, the run's id and the first step.
@@ -222,6 +224,7 @@ class Parts:
     read_ahead: Callable[..., StepReader] | None = None
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
+    placement_advice: Callable[[Layout, Hosts], str | None] | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None
     user_optimizer: Callable[..., GivenOptimizer] | None = None
     monitors: Callable[[Mapping[str, JsonObject], str, int], RunMonitors] | None = None

@@ -69,7 +69,7 @@ from harness.topology.agreement import (
     spell_ranks,
 )
 from harness.topology.groups import Groups, build_groups
-from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
+from harness.topology.hosts import Hosts, host_id
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import logits_loss, reporting_sources, with_objective
@@ -111,8 +111,7 @@ def prepare_run(spec: RunSpec) -> Run:
     spec = _with_steps_left(replace(spec, checkpoint=intact_checkpoint(spec, args)))
     context = _engine_context(spec, groups, device)
     spec = replace(spec, resolved=context.resolved)
-    if hosts.ids and (advice := advise(spec.layout, hosts_of_launch(hosts), hosts.numbers)):
-        console.warn(advice)  # tensor-parallel groups that cross hosts
+    _warn_of_placement(spec, hosts)
     take_first_ranks(tensors_in_memory(spec.inputs.model, spec.source, spec.adaptation), device, console)
 
     # 2. The first samples of the data are checked.
@@ -277,6 +276,13 @@ def _warn_of_locks(spec: RunSpec, here: HostValues[int], rank: int) -> None:
             f"{spec.output_dir}: file locks are not shared between hosts: a second run on another host is not refused; "
             "this run notices it at its next save"
         )
+
+
+def _warn_of_placement(spec: RunSpec, hosts: Hosts) -> None:
+    """Warn on rank 0, which alone knows the hosts, if tensor-parallel groups cross hosts."""
+    advice = spec.parts.placement_advice
+    if hosts.ids and advice is not None and (warning := advice(spec.layout, hosts)):
+        spec.console.warn(warning)
 
 
 def _data_check(spec: RunSpec, context: EngineContext) -> DatasetCheck:

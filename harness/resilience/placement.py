@@ -1,4 +1,4 @@
-"""Find which ranks share a host, and which tensor-parallel groups and pipeline neighbours cross hosts.
+"""Find which tensor-parallel groups and pipeline neighbours cross hosts, and place ranks so that fewer do.
 
 Tensor parallelism communicates several times a layer and should stay on the links inside a host; a pipeline sends one
 activation a micro-batch and may cross hosts. The tensor axis is innermost. So if ranks fill the hosts in order, as the
@@ -8,16 +8,14 @@ remedy is to leave slots unused. Other launchers may place ranks round-robin. Im
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from harness.errors import UserError
+from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
 
 
@@ -107,6 +105,11 @@ def advise(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = 
     return f"{problem}: {_remedy(layout, hosts, where)}"
 
 
+def advise_run(layout: Layout, run: Hosts) -> str | None:
+    """Return what `advise` says of the hosts of a running launch."""
+    return advise(layout, hosts_of_launch(run), run.numbers)
+
+
 def _remedy(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None) -> str:
     if where is not None and list(where) != sorted(where) and not _torn(layout, hosts):
         return "give each host ranks that follow each other (`srun -m block`, `mpirun --map-by slot`)"
@@ -124,34 +127,3 @@ def _remedy(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None) 
 
 def _torn(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = None) -> list[Crossing]:
     return [crossing for crossing in crossings(layout, hosts, where) if crossing.axis == "tensor"]
-
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def host_id() -> str:
-    """Return an identifier of this host: its name and the kernel's boot id.
-
-    Containers with different names count as different hosts.
-    """
-    with suppress(OSError):
-        return f"{socket.gethostname()} {BOOT_ID.read_text(encoding='ascii').strip()}"
-    return socket.gethostname()
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of a run; `ids` has the host's identifier for each rank."""
-
-    ids: tuple[str, ...]
-
-    @property
-    def names(self) -> list[str]:
-        """The name of each host, in the order of their first ranks."""
-        return [each.partition(" ")[0] for each in dict.fromkeys(self.ids)]
-
-    @property
-    def numbers(self) -> list[int]:
-        """The number of each rank's host."""
-        order = {each: number for number, each in enumerate(dict.fromkeys(self.ids))}
-        return [order[each] for each in self.ids]

@@ -11,18 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.topology.layout import Layout
-from harness.topology.placement import (
+from harness.resilience.placement import (
     Crossing,
     Host,
-    Hosts,
     advise,
     crossings,
-    host_id,
     host_of_ranks,
     hosts_of_launch,
     place,
 )
+from harness.topology.hosts import Hosts, host_id
+from harness.topology.layout import Layout
 
 
 def hosts(*slots: int) -> tuple[Host, ...]:
