@@ -20,6 +20,9 @@ from harness.schedules import SCHEDULES, ModelChunks
 ALLOCATOR_SHARE = 0.04  # of activations: the GPU allocator rounds blocks up and leaves gaps between them
 # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
 LOSS_CHUNK, LOSS_CHUNK_ON_CPU = 2**23, 2**18
+# of one NCCL communicator: 24 channels (assumed), each with the buffers of three protocols (NCCL, src/init.cc,
+# computeBuffSizes)
+COMMUNICATOR = 24 * (4_194_304 + 524_288 + 4_915_200)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     gaps = 0.0 if workload.on_cpu else ALLOCATOR_SHARE * made
     buffers = max(0.0, passing - made) + gaps + shared_bytes(workload, strategy, held, state)
     buffers += exchanged_bytes(workload, strategy, stage) + mask_bytes(workload, strategy, stage)
+    buffers += communicator_bytes(workload, strategy)
     if strategy.pp_size > 1:
         buffers += 2 * min(strategy.pp_size, strategy.accumulation, 2) * state  # buffers to send and to receive
     return StageMemory(
@@ -99,6 +103,17 @@ def exchanged_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> flo
         return 0.0
     widest = max((layer.query for layer, _ in stage.layers), default=0)
     return 2 * strategy.tokens(workload.sequence) * widest * workload.element_bytes / strategy.tp_size
+
+
+def communicator_bytes(workload: Workload, strategy: Strategy) -> float:
+    """Return the bytes of the process groups of their own in which ZeRO-1's new weights travel, on a GPU.
+
+    The usual communicators are counted with the device's context (`Hardware.context_bytes`), but not these.
+    """
+    if workload.on_cpu or not strategy.flat_sums:
+        return 0.0
+    groups = (strategy.dp_size > 1) + (strategy.ep_size > 1 and expert_ranks(strategy) > 1)
+    return float(groups * COMMUNICATOR)
 
 
 def mask_bytes(workload: Workload, strategy: Strategy, stage: Stage, *, packed: bool = False) -> float:

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from harness.config.values.batch import bubble
+from harness.planner import memory
 from harness.planner.estimate import Estimate, estimate
 from harness.planner.hardware import Link, load_hardware, names
 from harness.planner.layer_time import expert_traffic
-from harness.planner.memory import local_parameters
+from harness.planner.memory import COMMUNICATOR, local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import CONTENTION, step_seconds, strategy_stages
@@ -106,6 +107,24 @@ def test_states_of_zero_1_depend_on_how_gradients_are_summed(precision, flat, gr
     work = replace(WORKLOAD, precision=precision, gradient_bytes=gradient_bytes)
     one = of(Strategy(dp_size=4, zero_stage=1, flat_sums=flat), work).stages[0]
     assert one.parameters + one.gradients + one.optimizer == pytest.approx(each * SHAPE.parameters)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "on_cpu", "groups"),
+    [
+        (Strategy(dp_size=4, zero_stage=1, flat_sums=True), False, 1),
+        (Strategy(dp_size=4, ep_size=2, zero_stage=1, flat_sums=True), False, 2),  # experts have other data ranks
+        (Strategy(dp_size=4, ep_size=4, zero_stage=1, flat_sums=True), False, 1),
+        (Strategy(dp_size=4, zero_stage=1, flat_sums=True), True, 0),  # gloo has none
+        (Strategy(dp_size=4, zero_stage=2), False, 0),
+        (Strategy(tp_size=4, zero_stage=1, flat_sums=True), False, 0),
+    ],
+)
+def test_on_gpus_weights_travel_in_communicators_of_their_own(strategy, on_cpu, groups, monkeypatch):
+    workload = replace(WORKLOAD, on_cpu=on_cpu)
+    counted = of(strategy, workload).peak_bytes
+    monkeypatch.setattr(memory, "COMMUNICATOR", 0)
+    assert counted - of(strategy, workload).peak_bytes == pytest.approx(groups * COMMUNICATOR)
 
 
 @pytest.mark.parametrize(("expert", "copies"), [(1, 8), (4, 2), (8, 1)])
