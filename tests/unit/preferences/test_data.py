@@ -191,11 +191,13 @@ def test_of_a_chat_the_answers_of_the_completion_alone_are_compared() -> None:
 
 def test_a_stream_gives_the_pairs_of_the_data_and_resumes_at_any(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
-    file.write_text("\n".join(map(json.dumps, [*PAIRS[:2], {**LONG, "prompt": "x" * 70}, *PAIRS[2:]])))
+    # within 64 tokens the first of these has no completion, and those of the second are equal: both are left out
+    cut = [{**LONG, "prompt": "x" * 70}, {"prompt": "x" * 50, "chosen": "y" * 20, "rejected": "y" * 30}]
+    file.write_text("\n".join(map(json.dumps, [*PAIRS[:2], *cut, *PAIRS[2:]])))
     form, whole = SampleForm(block_size=64, packing=False, vocabulary=320), samples_of(PAIRS)
     for rows in (PairRows([file], print), IterablePairs(PAIRS, "train_dataset", print)):
         streamed = stream(rows, ByteTokenizer(), form)
-        for index in range(20):  # the third row has no completion within 64 tokens; behind the last the first follows
+        for index in range(20):  # behind the last row the first follows
             given, wanted = streamed[index], whole[index % 8]
             assert given.keys() == wanted.keys()
             assert all(np.array_equal(given[name], wanted[name]) for name in wanted)
