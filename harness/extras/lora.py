@@ -31,13 +31,14 @@ from harness.checkpoint.exporting.model_files import set_aside_model
 from harness.config.values.secrets import hide_secrets
 from harness.console import warn
 from harness.errors import UserError
+from harness.extras.dora import initial_magnitudes, own_magnitudes
 from harness.extras.lora_cut import adapters_removed, cut_with_adapters
 from harness.extras.quantized.base import Quantization, QuantizedWeights
 from harness.hf.adapters import NAME, PREFIX, plain_name, saved_name
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.layers.wrappers import Wrapper, is_wrapper, without_adapters
 from harness.hf.skeleton import ModelSource, forget_broken_ties, require_plain, skeleton_of
-from harness.hf.weights.layer_weights import NoValues, WeightSource, fill_local
+from harness.hf.weights.layer_weights import ModelWeights, NoValues, WeightSource, fill_local
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.tensor_files import Stored, open_tensors
 from harness.parallel.comm import TensorParallel
@@ -55,8 +56,8 @@ INSTALL = "peft is not installed: pip install 'ds-harness[peft]'"
 SUPPORTED = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        *("inference_mode", "runtime_config", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"),
-        *("alpha_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_pattern"),
+        *("inference_mode", "runtime_config", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+        *("rank_pattern", "alpha_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_pattern"),
         *("layers_to_transform", "fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "modules_to_save"),
         "ensure_weight_tying",
     }
@@ -92,12 +93,13 @@ class Adaptation:
             self.quantization.mark(model)
         inject(model, self, keep_ties=keep_ties)
 
-    def weights(self, base: WeightSource, seed: int) -> WeightSource:
+    def weights(self, base: ModelWeights, seed: int) -> WeightSource:
         """Return the weights of layers with adapters: the layers' own from `base`."""
-        has_values = not isinstance(base, NoValues)
+        filled: WeightSource = base
         if self.quantization is not None:
-            base = QuantizedWeights(base=base, settings=self.quantization)
-        return AdaptedWeights(base=base, adaptation=self, seed=seed if has_values else None)
+            filled = QuantizedWeights(base=base, settings=self.quantization)
+        has_values = not isinstance(base, NoValues)
+        return AdaptedWeights(model=base, base=filled, adaptation=self, seed=seed if has_values else None)
 
     def cut(
         self,
@@ -160,6 +162,8 @@ def adapted(
             "--load_in_4bit needs the directory of a model with weights, which the adapters name as their base: save "
             "the model first"
         )
+    if adaptation.config.use_dora:
+        raise UserError("--load_in_4bit: DoRA needs the norms of weights that are not quantised: remove --use_dora")
     return source, replace(adaptation, quantization=Quantization.of(quantization_config))
 
 
@@ -337,11 +341,7 @@ def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -
     try:
         inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, re.error) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model type {model.config.model_type!r} does not fit these LoRA targets: {reason} "
-            "(--lora_target_modules all-linear selects every linear layer except the head)"
-        ) from error
+        raise _unfit(model, str(error).strip().splitlines()[0]) from error
     shared = {name: other for pair in tied for name, other in (pair, pair[::-1])}
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and (other := shared.get(f"{plain_name(name)}.weight")):
@@ -362,6 +362,7 @@ def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -
             )
     _require_found(model, config)
     _train_whole(model)
+    own_magnitudes(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(adaptation.trained.get(name, parameter.requires_grad))
     if lost := _lost_when_loaded(model, config):
@@ -374,6 +375,17 @@ def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -
             f"modules_to_save would untie {name} from {other}: set "
             "ensure_weight_tying=True in peft's LoraConfig to keep them tied"
         )
+
+
+def _unfit(model: PreTrainedModel, reason: str) -> UserError:
+    """Return the error for targets that peft refuses for that reason."""
+    advice = "all-linear selects every linear layer except the head"
+    if "ParamWrapper" in reason:
+        reason, advice = "peft has no DoRA for experts", "name linear layers, such as q_proj v_proj"
+    return UserError(
+        f"model type {model.config.model_type!r} does not fit these LoRA targets: {reason} (--lora_target_modules: "
+        f"{advice})"
+    )
 
 
 @torch.no_grad()
@@ -447,9 +459,10 @@ def sorted_config(config: LoraConfig) -> LoraConfig:
 class AdaptedWeights:
     """The weights of layers with adapters: the layers' own from `base`, the adapters' from `adaptation` or the seed.
 
-    Without a seed, as in a dry run, adapters get no values.
+    Without a seed, as in a dry run, adapters get no values. `model` has the weights of `base` before it quantises them.
     """
 
+    model: ModelWeights
     base: WeightSource
     adaptation: Adaptation
     seed: int | None
@@ -461,14 +474,14 @@ class AdaptedWeights:
             self.base.fill(layer, whole)
         if self.seed is None:
             return
-        initial = self._initial(layer, whole)
+        initial = self._drawn(layer, whole) | initial_magnitudes(layer, whole, self.model)
         for name, parameter in layer.named_parameters():
             value = self.adaptation.tensors.get(name, initial.get(name))
             if value is not None:
                 fill_local(parameter, value)
 
-    def _initial(self, layer: nn.Module, whole: nn.Module) -> dict[str, Tensor]:
-        """Return the uncut adapters as peft draws them; the random numbers depend on the seed and on the layer's
+    def _drawn(self, layer: nn.Module, whole: nn.Module) -> dict[str, Tensor]:
+        """Return the uncut A and B as peft draws them; the random numbers depend on the seed and on the layer's
         name."""
         device = next(layer.parameters()).device
         tensors = {}

@@ -2,7 +2,7 @@
 
 After Hu et al. 2021 (arXiv 2106.09685): y = W x + s B A x with W [out, in], A [r, in], B [out, r]. If W is split over
 its outputs, so is B, and A is whole. If W is split over its inputs, so is A, whose r outputs are summed over the group,
-and B is whole.
+and B is whole. The magnitudes of DoRA are split as the outputs.
 """
 
 from __future__ import annotations
@@ -88,11 +88,17 @@ def _follow_layer(wrapper: Wrapper, base: Wrapper, name: str, tensor: TensorPara
             layer = SharedColumnLinear.from_linear(linear, base.group, pieces=base.pieces, weight_transposed=False)
             sum_gradients(layer, ["weight", "bias"], GradientSum(tensor.group))
             wrapper.lora_B[key] = layer
+        for magnitude in wrapper.lora_magnitude_vector.values():
+            sum_gradients(magnitude, ["weight"], GradientSum(tensor.group))
     elif shard is None:
         return  # whole on every rank, and so are its adapters
     elif isinstance(base, ColumnParallelLinear):
         for key, linear in list(wrapper.lora_B.items()):
             wrapper.lora_B[key] = _columns(linear, base, shard, tensor)
+        for magnitude in wrapper.lora_magnitude_vector.values():
+            magnitude.weight = cut_parameter(magnitude.weight, _same_pieces(shard, magnitude.weight, dim=0))
+            if shard.copied:
+                sum_gradients_of_copies(magnitude, ["weight"], tensor.group)
     elif isinstance(base, RowParallelLinear):
         for key, linear in list(wrapper.lora_A.items()):
             part = _same_pieces(shard, linear.weight, dim=1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.hf.skeleton import ModelSource
-from harness.hf.weights.layer_weights import WeightSource
+from harness.hf.weights.layer_weights import ModelWeights, WeightSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.plan import Plan
 from harness.parallel.token_exchange import Neighbours
@@ -44,7 +44,7 @@ class Adapters(Protocol):
             UserError: the adapters do not fit the model.
         """
 
-    def weights(self, base: WeightSource, seed: int) -> WeightSource:
+    def weights(self, base: ModelWeights, seed: int) -> WeightSource:
         """Return the weights of layers with adapters: the layers' own from `base`."""
 
     def cut(

@@ -53,6 +53,7 @@ from harness.hf.weights.layer_weights import (
     CheckpointReader,
     Initialiser,
     MemoryReader,
+    ModelWeights,
     NoValues,
     WeightSource,
     read_by_transformers,
@@ -281,12 +282,13 @@ def assemble(
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
     # open the weights before adding adapters: a checkpoint of the base model has the names of a model without them
-    weights, form = _weight_source(source, model, seed, part)
+    base, form = _weight_source(source, model, seed, part)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
     if adaptation is not None:
         adaptation.inject(model, keep_ties=isinstance(source.weights, Path))
-        weights = adaptation.weights(weights if source.has_values else NoValues(), seed)
+    values: ModelWeights = base if source.has_values else NoValues()
+    weights: WeightSource = values if adaptation is None else adaptation.weights(values, seed)
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
@@ -299,7 +301,7 @@ def assemble(
     blueprint = Blueprint(
         outer=outer,
         cut=cut_layer,
-        source=weights if source.has_values or adaptation is not None else NoValues(),
+        source=weights,
         device=device,
         dtype=dtype,
         finish=finish,
@@ -465,7 +467,7 @@ def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
 
 def _weight_source(
     source: ModelSource, model: PreTrainedModel, seed: int, part: Zero3Partition | None
-) -> tuple[WeightSource, CheckpointFormat]:
+) -> tuple[ModelWeights, CheckpointFormat]:
     """Return the source of the weights, and the form in which they are written at the end.
 
     Parameters that the config ties but the checkpoint stores with different values are untied in the skeleton.

@@ -1,6 +1,7 @@
 """Adapters on every linear layer and expert of whole models that are cut by their plans: logits and every gradient.
 
-Two ranks are launched once; the shapes are the first of those of the plans' own tests.
+Where peft has DoRA they have magnitudes, too. Two ranks are launched once; the shapes are the first of those of the
+plans' own tests.
 """
 
 from functools import cache
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 
 from harness.errors import UserError
+from harness.extras.dora import own_magnitudes
 from harness.extras.lora_cut import cut_with_adapters
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.plan import plan_for
@@ -32,10 +34,13 @@ def adapted() -> dict[str, tuple[Any, Any, Uncut] | str]:
 
 def with_adapters(model: Any) -> tuple[Any, Any, Uncut] | str:
     plan = plan_for(model, PLANS)
+    has_experts = any("experts" in name for name, _ in model.named_parameters())  # for which peft has no DoRA
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", use_dora=not has_experts)
     try:
-        inject_adapter_in_model(LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"), model)
+        inject_adapter_in_model(lora, model)
     except ValueError as error:
         return str(error)
+    own_magnitudes(model)
     torch.manual_seed(3)
     with torch.no_grad():
         for name, param in model.named_parameters():

@@ -33,6 +33,7 @@ MIXED = ("mixtral", "deepseek_v3")
 NF4 = {"bnb_4bit_quant_type": "nf4"}
 DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True}
 ALL = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
+DORA = {**ALL, "use_dora": True}
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ def test_adapters_train_alike_on_four_ranks(models: dict[str, str], tmp_path: Pa
     nowhere_whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     zero_bubble = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1, "schedule": "zero-bubble"}}
     jobs = [LoraJob(models["llama"], "pp2tp2z1", zero_bubble)]
-    jobs += [LoraJob(models["gpt2"], "tp4z1"), LoraJob(models["bloom"], "tp2dp2z2")]
+    jobs += [LoraJob(models["gpt2"], "tp4z1", peft=DORA), LoraJob(models["bloom"], "tp2dp2z2")]
+    jobs += [LoraJob(models["llama"], "tp2dp2z3", nowhere_whole, peft=DORA)]
     cut_twice = [(family, "pp2tp2z1", SPREAD) for family in MIXED]
     for family, layout, config in (*cut_twice, ("deepseek_v3", "tp2dp2z3", nowhere_whole)):
         jobs.append(LoraJob(models[family], layout, config, loss=MOE_LOSS, norm=MOE_NORM))
@@ -208,7 +210,8 @@ def test_adapters_train_alike_on_two_ranks(models: dict[str, str], tmp_path: Pat
     on_host = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")}
     some = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["input_layernorm"]}
     llama, qwen3 = models["llama"], models["qwen3"]
-    jobs = [LoraJob(llama, "pp2z1", resumed=True), LoraJob(llama, "dp2z3", resumed=True), LoraJob(llama, "tp2z1")]
+    jobs = [LoraJob(llama, "pp2z1", resumed=True), LoraJob(llama, "dp2z3", resumed=True, peft=DORA)]
+    jobs += [LoraJob(llama, "tp2z1")]
     jobs += [LoraJob(llama, "dp2z3", {**whole, "zero_optimization": {"stage": 3, **on_host}})]
     jobs += [LoraJob(qwen3, layout, peft=some) for layout in ("pp2z1", "dp2z3")]
     tied = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"], "ensure_weight_tying": True}

@@ -37,6 +37,7 @@ class LoraArguments(Flags):
     )
     lora_modules_to_save: list[str] | None = flag(None, "names of modules to train fully")
     use_rslora: bool = flag(False, "scale by lora_alpha / sqrt(lora_r) (arXiv 2312.03732)")
+    use_dora: bool = flag(False, "also train the magnitudes of the adapted layers' rows (DoRA, arXiv 2402.09353)")
     load_in_4bit: bool = flag(False, "keep the frozen linear layers in 4 bits (QLoRA, arXiv 2305.14314)")
     bnb_4bit_quant_type: str = flag("nf4", "the 4-bit numbers", choices=("nf4", "fp4"))
     bnb_4bit_use_double_quant: bool = flag(False, "quantise the scales of the 4-bit numbers too")
@@ -76,6 +77,7 @@ class LoraArguments(Flags):
             target_modules=_target_modules(self.lora_target_modules),
             modules_to_save=self.lora_modules_to_save,
             use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
             ensure_weight_tying=self.lora_modules_to_save is not None,
         )
 

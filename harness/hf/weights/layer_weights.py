@@ -43,6 +43,25 @@ class WeightSource(Protocol):
         """Fill the materialised `layer`; `whole` is the same layer uncut, on the meta device."""
 
 
+class ModelWeights(Protocol):
+    """The weights of a model without adapters."""
+
+    @property
+    def part(self) -> Zero3Partition | None:
+        """This rank's part of every parameter under ZeRO-3; the rest is not filled."""
+
+    def values(self, whole: nn.Module, names: Set[str], device: torch.device) -> Mapping[str, Tensor]:
+        """Return the uncut values, which may be lazy, of the tensors `names` of the uncut layer `whole`."""
+
+    @torch.no_grad()
+    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
+        """Fill what the materialised `layer` holds, in the order of the files."""
+        local = dict(_named_tensors(layer))
+        values = self.values(whole, local.keys(), next(iter(local.values())).device)
+        for name in sorted(local, key=lambda name: _position(values[name])):
+            fill(local[name], values[name], self.part)
+
+
 def materialise(
     layer: nn.Module,
     device: torch.device,
@@ -78,38 +97,29 @@ def materialise(
 
 
 @dataclass(frozen=True)
-class NoValues:
+class NoValues(ModelWeights):
     """Fills nothing: the tensors of a dry run have no values."""
+
+    part: None = None
+
+    def values(self, _whole: nn.Module, _names: Set[str], _device: torch.device) -> Mapping[str, Tensor]:
+        """Return no values."""
+        return {}
 
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Initialiser:
-    """Initial weights as the model's own `_init_weights` draws them, the same in every layout (`initialization.py`).
-
-    Attributes:
-        part: this rank's part of every parameter under ZeRO-3; the rest is not filled.
-    """
+class Initialiser(ModelWeights):
+    """Initial weights as the model's own `_init_weights` draws them, the same in every layout (`initialization.py`)."""
 
     model: PreTrainedModel
     seed: int
     part: Zero3Partition | None = None
 
-    @torch.no_grad()
-    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Draw the initial values of the uncut layer `whole`, as far as `layer` holds them."""
-        local = dict(_named_tensors(layer))
-        values = self.drawn(whole, local.keys(), next(iter(local.values())).device)
-        for name, tensor in local.items():
-            fill(tensor, values[name], self.part)
-
-    def drawn(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the initial values of `names` in `whole`, each in the shape of its tensor.
-
-        Those of parameters are lazy tensors, drawn when read.
-        """
+    def values(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
+        """Return the initial values of `names` in `whole`; those of parameters are lazy tensors, drawn when read."""
         values = self._buffers(whole, {name for name, _ in whole.named_buffers() if name in names}, device)
         places: dict[int, list[str]] = {}
         for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -188,41 +198,29 @@ class Initialiser:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryReader:
+class MemoryReader(ModelWeights):
     """The weights of a model that is already in memory, as in `Trainer(model=<a PreTrainedModel>)`."""
 
     tensors: Mapping[str, Tensor]
+    part: None = None
 
-    @torch.no_grad()
-    def fill(self, layer: nn.Module, _whole: nn.Module) -> None:
-        """Copy the values that `layer` holds."""
-        for name, tensor in _named_tensors(layer):
-            fill_local(tensor, self.tensors[name])
+    def values(self, _whole: nn.Module, _names: Set[str], _device: torch.device) -> Mapping[str, Tensor]:
+        """Return all values."""
+        return self.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointReader:
-    """The weights of a checkpoint; each rank reads only its slices.
-
-    Attributes:
-        part: this rank's part of every parameter under ZeRO-3; the rest is not filled.
-    """
+class CheckpointReader(ModelWeights):
+    """The weights of a checkpoint; each rank reads only its slices. Tensors in no file are initialised."""
 
     tensors: Mapping[str, LazyTensor]
     initialiser: Initialiser
     part: Zero3Partition | None = None
 
-    @torch.no_grad()
-    def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Read the values that `layer` holds, in the order of the files; tensors in no file are initialised."""
-        local = dict(_named_tensors(layer))
-        unread = {name for name in local if name not in self.tensors}
-        if unread:
-            drawn = self.initialiser.drawn(whole, unread, next(iter(local.values())).device)
-            for name in unread:
-                fill(local[name], drawn[name], self.part)
-        for name in sorted(local.keys() - unread, key=lambda name: _position(self.tensors[name])):
-            fill(local[name], self.tensors[name], self.part)
+    def values(self, whole: nn.Module, names: Set[str], device: torch.device) -> Mapping[str, Tensor]:
+        """Return lazy tensors, read when they are copied."""
+        drawn = self.initialiser.values(whole, names - self.tensors.keys(), device)
+        return {**drawn, **self.tensors}
 
 
 def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
@@ -277,8 +275,10 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
 
 
-def _position(lazy: LazyTensor) -> tuple[str, int]:
-    return next((leaf.position for leaf in lazy.leaves() if isinstance(leaf, Stored)), ("", 0))
+def _position(values: Tensor) -> tuple[str, int]:
+    """Return file and offset of values in a file; the same for all others."""
+    leaves = values.leaves() if isinstance(values, LazyTensor) else ()
+    return next((leaf.position for leaf in leaves if isinstance(leaf, Stored)), ("", 0))
 
 
 def _with_real_buffers(whole: nn.Module, names: Set[str], device: torch.device) -> nn.Module:

@@ -12,13 +12,16 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from harness.errors import UserError
 from harness.extras.lora import Adaptation, adapted_model, lora_config
-from harness.hf.adapters import saved_name
+from harness.hf.adapters import PREFIX, saved_name
 from harness.hf.causal import CausalModel, assemble
+from harness.hf.layers.wrappers import is_wrapper
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
+from harness.parallel.zero import Zero3Partition
 from tests.models import config, model_of
 from tests.unit.hf.test_decoder import build, run
 
@@ -27,7 +30,11 @@ IDS = torch.arange(24).reshape(2, 12)
 
 
 def adapt(
-    source: ModelSource, adaptation: Adaptation, place: TensorParallel | None = None, seed: int = 0
+    source: ModelSource,
+    adaptation: Adaptation,
+    place: TensorParallel | None = None,
+    seed: int = 0,
+    part: Zero3Partition | None = None,
 ) -> CausalModel:
     return assemble(
         source,
@@ -37,6 +44,7 @@ def adapt(
         seed=seed,
         finish=lambda layer: None,
         adaptation=adaptation,
+        part=part,
     )
 
 
@@ -103,6 +111,50 @@ def test_a_model_with_adapters_in_memory_is_taken_as_it_is(family: str, peft: di
     theirs = get_peft_model_state_dict(model)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("part", [None, Zero3Partition(index=1, count=2)], ids=["whole", "zero3"])
+def test_magnitudes_begin_as_pefts_from_the_weights_in_the_files(
+    family: str, part: Zero3Partition | None, tmp_path: Path
+) -> None:
+    model_of(family).save_pretrained(tmp_path)
+    dora = LoraConfig(**ALL, use_dora=True)
+    ours = parameters(adapt(read_source(str(tmp_path)), Adaptation(config=lora_config(dora)), part=part))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), dora)
+    theirs = {name.removeprefix(PREFIX): p for name, p in model.named_parameters() if "magnitude" in name}
+    assert len(theirs) > 4
+    assert [name for name, magnitude in theirs.items() if not torch.equal(ours[name], magnitude)] == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_dora_has_pefts_logits_and_gradients(family: str, dropout: float) -> None:
+    dora = LoraConfig(**ALL, use_dora=True, lora_dropout=dropout, use_rslora=True)
+    model: Any = get_peft_model(model_of(family), dora)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data += torch.randn_like(parameter) / 5
+    found = adapted_model(model.eval())
+    assert found is not None
+    built = build(adapt(*found))
+    if dropout:
+        adapters = [module for module in (model, *built.modules.values()) for module in module.modules()]
+        for module in adapters:
+            if type(module) is torch.nn.Dropout and module.p == dropout:
+                module.train()
+            if is_wrapper(module):
+                module.training = True
+    torch.manual_seed(0)
+    logits = run(built, IDS)
+    torch.manual_seed(0)
+    expected = model(IDS).logits
+    assert torch.allclose(logits, expected, atol=1e-6)
+    logits.logsumexp(-1).mean().backward()
+    expected.logsumexp(-1).mean().backward()
+    ours = {name: p for module in built.modules.values() for name, p in module.named_parameters()}
+    theirs = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    assert [n for n, p in theirs.items() if not torch.allclose(ours[n].grad, p.grad, rtol=1e-4, atol=1e-8)] == []
 
 
 def test_what_was_changed_in_a_model_beside_its_adapters_is_kept() -> None:
@@ -245,7 +297,6 @@ def test_a_packed_layers_adapter_is_cut_by_the_same_parts() -> None:
 @pytest.mark.parametrize(
     ("peft", "wanted"),
     [
-        ({"use_dora": True}, "use_dora is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"init_lora_weights": False}, "init_lora_weights False is not supported"),
         ({"use_qalora": True}, "use_qalora is not supported"),
@@ -286,8 +337,13 @@ def test_a_router_that_is_no_linear_layer_is_refused() -> None:
         fresh("phimoe", ALL, num_local_experts=4)
 
 
+def test_dora_of_experts_is_refused_as_peft_has_none() -> None:
+    with pytest.raises(UserError, match=r"peft has no DoRA for experts \(--lora_target_modules: name linear layers"):
+        fresh("mixtral", {**ALL, "use_dora": True})
+
+
 def test_a_family_that_peft_has_no_targets_for_is_told_what_to_say() -> None:
-    with pytest.raises(UserError, match="--lora_target_modules all-linear"):
+    with pytest.raises(UserError, match="--lora_target_modules: all-linear"):
         fresh("olmo2", {"r": 4})
 
 

@@ -37,7 +37,7 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch, family: str, **changes: Any
     monkeypatch.setattr(initialization, "PIECE_BYTES", SMALL)
     model = build_skeleton(config(family, **changes))
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return model, Initialiser(model=model, seed=3).drawn(model, names, ON_CPU)
+    return model, Initialiser(model=model, seed=3).values(model, names, ON_CPU)
 
 
 def read(lazy: Tensor) -> Tensor:
