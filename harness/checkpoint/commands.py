@@ -123,7 +123,7 @@ def export(directory: Path, output_dir: Path, dtype: str) -> None:
         from transformers.utils.logging import disable_progress_bar
 
         from harness.checkpoint.exporting.model_files import set_aside_adapters
-        from harness.hf.skeleton import make_loadable
+        from harness.hf.unbuilt import make_loadable
 
         disable_progress_bar()
         output_dir.mkdir(parents=True, exist_ok=True)  # save_pretrained only logs an error for a file of that name

@@ -71,7 +71,8 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
     from transformers.utils import logging
 
-    from harness.hf.skeleton import is_composite, make_loadable
+    from harness.hf.skeleton import is_composite
+    from harness.hf.unbuilt import make_loadable
 
     directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name, "MODEL_DIR")
     require_listed_weights(directory)

@@ -8,7 +8,7 @@ group), or all rows, of which it computes some.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLine
 
 ROWS_AT_ONCE = 1 << 24
 """Elements of W + s B A in memory at a time, in float32."""
-
-Linear: TypeAlias = Any
-"""A linear layer, whole or cut."""
 
 
 class Magnitude(nn.Module):
@@ -44,10 +41,10 @@ class Magnitude(nn.Module):
         self,
         x: Tensor,
         *,
-        lora_A: Linear,  # peft calls it by these names
-        lora_B: Linear,
+        lora_A: nn.Linear,  # peft calls it by these names
+        lora_B: nn.Linear,
         scaling: float,
-        base_layer: Linear,
+        base_layer: nn.Linear,
         base_result: Tensor | None = None,
         **_: object,
     ) -> Tensor:
@@ -64,7 +61,7 @@ class Magnitude(nn.Module):
         return added
 
     @torch.no_grad()
-    def _norms(self, a: Linear, b: Linear, scaling: float, base: Linear) -> Tensor:
+    def _norms(self, a: nn.Linear, b: nn.Linear, scaling: float, base: nn.Linear) -> Tensor:
         """Return the norms of the rows of W + s B A whose magnitudes this rank holds."""
         weight = base.weight.t() if self.transposed else base.weight
         at_once = max(1, ROWS_AT_ONCE // weight.shape[1])
@@ -76,7 +73,7 @@ class Magnitude(nn.Module):
         return norms.to(self.weight.dtype)
 
 
-def _as_output(base: Linear, values: Tensor) -> Tensor:
+def _as_output(base: nn.Linear, values: Tensor) -> Tensor:
     """Return `values` of the rows that a rank holds, one each, as values of the outputs that the layer returns."""
     if isinstance(base, SharedColumnLinear):
         return torch.cat([values[start:stop] for start, stop in base.pieces])

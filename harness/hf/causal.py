@@ -7,7 +7,6 @@ and lists the pipeline layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -281,8 +280,7 @@ def assemble(
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
-    # open the weights before adding adapters: a checkpoint of the base model has the names of a model without them
-    base, form = _weight_source(source, model, seed, part)
+    base, form = _weight_source(source, model, seed, part)  # before adapters, which change the names of parameters
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
     if adaptation is not None:
@@ -449,20 +447,6 @@ def _cut(
         else:
             adaptation.cut(layer, plan, tensor, text, local_logits=local_logits, neighbours=neighbours)
     run_where_aligned(layer, dtype)
-
-
-def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
-    """Raise UserError for a model that, by its config alone, cannot be cut for `tp_size` and `ep_size` ranks.
-
-    `assemble` finds the same and more, but only after the data has been prepared; this takes a second at most.
-    """
-    if tp_size == 1 and ep_size == 1:
-        return
-    model = build_skeleton(source.config)
-    plan = expert_parallel_plan(model, PLANS, tp_size=tp_size) if ep_size > 1 else plan_for(model, PLANS)
-    text, neighbours = source.config.get_text_config(decoder=True), TensorParallel(size=max(ep_size // tp_size, 1))
-    with suppress(ValueError):  # raised for weights tied between layers; `assemble` cuts layer by layer
-        cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=Neighbours(ranks=neighbours))
 
 
 def _weight_source(

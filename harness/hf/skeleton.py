@@ -33,6 +33,7 @@ from harness.console import warn
 from harness.errors import UserError
 from harness.hf.layers.attention import attention_of
 from harness.hf.locate import model_directory
+from harness.hf.text_part import decoder_of_part
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -40,6 +41,7 @@ HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
+LISTED: tuple[Mapping[str, str], ...] = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 # hooks of these packages serve their own recording and checkpointing and change no number
 HARMLESS = ("transformers", "peft")
 
@@ -262,37 +264,25 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the causal class that transformers has for a config, or that was registered for it; None if there is none.
 
-    transformers lists some text decoders under the model type of their whole model alone. Such a class is registered,
-    so that AutoModelForCausalLM builds and loads it from the config of the text part, too.
+    transformers lists some text decoders under the model type of their whole model alone, and has only the parts of
+    others (`text_part.py`). Such a class is registered, so that AutoModelForCausalLM builds and loads it, too.
     """
     kind = type(config)
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     if known is None:
-        package = kind.__module__.split(".")[-2:-1]
-        listed = (
-            name
-            for key, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-            if [model_type_to_module_name(key)] == package
-        )
+        listed, wholes = (_classes(kind, names) for names in LISTED)
         known = next((found for name in listed if (found := getattr(transformers, name)).config_class is kind), None)
+        if known is None and wholes:
+            known = decoder_of_part(kind, wholes)
         if known is not None:
             AutoModelForCausalLM.register(kind, known, exist_ok=True)
     return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
 
 
-def make_loadable(directory: Path) -> None:
-    """Let AutoModelForCausalLM load `directory` if `causal_class` finds its class; a directory of adapters has none."""
-    if (directory / "config.json").is_file():
-        causal_class(AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the number of token ids that a causal model both reads and predicts.
-
-    That is the rows of its input embedding or of its head, whichever are fewer: a config may name several vocabularies.
-    """
-    ends: tuple[nn.Module | None, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(end.get_parameter("weight").shape[0] for end in ends if end is not None)
+def _classes(kind: type[PretrainedConfig], names: Mapping[str, str]) -> list[str]:
+    """Return those of transformers' classes, by model type in `names`, that lie beside a class of configs."""
+    package = kind.__module__.split(".")[-2:-1]
+    return [name for key, name in names.items() if [model_type_to_module_name(key)] == package]
 
 
 def position_limit(config: PretrainedConfig) -> int | None:

@@ -19,7 +19,8 @@ from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
-from harness.hf.skeleton import read_source, text_decoder, vocabulary_size
+from harness.hf.skeleton import read_source, text_decoder
+from harness.hf.unbuilt import vocabulary_size
 from harness.optimizers import DEFAULT, OPTIMIZERS
 from harness.parity.composition import Composition, Execution, Training
 from harness.verify.shrink import parts_of

@@ -30,9 +30,9 @@ from harness.data.streaming.source import Streamed
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, known, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
-from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource
+from harness.hf.unbuilt import require_cut
 from harness.preferences.documents import items_of, read_items, tokenised
 from harness.preferences.items import groups_of, held_out_group, require_exchange, require_whole_data
 from harness.preferences.samples import PreferenceSamples

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.skeleton import vocabulary_size
+from harness.hf.unbuilt import vocabulary_size
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_where_aligned
 from harness.verify.shrink import FIRST_ID, fewer_layers, read_table, shrink_fields, varied

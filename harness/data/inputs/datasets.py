@@ -38,10 +38,10 @@ from harness.data.streaming.source import Streamed, StreamedSource, samples_of_r
 from harness.data.tokenizer import Tokenizer, check_vocabulary, identity, known, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
-from harness.hf.causal import require_cut
 from harness.hf.layers.attention import with_attention
 from harness.hf.locate import model_directory
-from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
+from harness.hf.skeleton import ModelSource, build_skeleton, position_limit
+from harness.hf.unbuilt import require_cut, vocabulary_size
 from harness.topology.env import LaunchEnv
 from harness.training.parts import needed
 from harness.training.parts.data import AnyTokenizer, DataRequest, Datasets, UserData

@@ -219,8 +219,7 @@ class CheckpointReader(ModelWeights):
 
     def values(self, whole: nn.Module, names: Set[str], device: torch.device) -> Mapping[str, Tensor]:
         """Return lazy tensors, read when they are copied."""
-        drawn = self.initialiser.values(whole, names - self.tensors.keys(), device)
-        return {**drawn, **self.tensors}
+        return {**self.initialiser.values(whole, names - self.tensors.keys(), device), **self.tensors}
 
 
 def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
@@ -242,12 +241,15 @@ def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
 def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
     """Copy the full tensor (any shape) into a buffer, or the rank's shard of it into a parameter.
 
-    `tensor` has the shape of the buffer or the shard. Under ZeRO-3 only `part` of a parameter is copied.
+    `tensor` has the shape of the buffer or the shard. Under ZeRO-3 only `part` of a parameter is read and copied.
     """
-    if part is not None and isinstance(tensor, nn.Parameter):
-        fill_part(tensor, full, part)
-    else:
+    if part is None or not isinstance(tensor, nn.Parameter):
         fill_local(tensor, full)
+        return
+    shard = getattr(tensor, "shard", None)
+    local = full if shard is None else shard.take(full)
+    for index in part.boxes(tensor.shape):
+        tensor[index].copy_(local[index])
 
 
 def fill_local(tensor: Tensor, full: Tensor) -> None:
@@ -257,17 +259,6 @@ def fill_local(tensor: Tensor, full: Tensor) -> None:
         shard.read_into(tensor, full)
     else:
         tensor.copy_(full)
-
-
-def fill_part(tensor: Tensor, full: Tensor, part: Zero3Partition) -> None:
-    """Copy the values of the full tensor (any shape) into `part` of `tensor`, of the shard's shape.
-
-    Nothing outside `part` is read.
-    """
-    shard = getattr(tensor, "shard", None)
-    local = full if shard is None else shard.take(full)
-    for index in part.boxes(tensor.shape):
-        tensor[index].copy_(local[index])
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -17,8 +17,8 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.console import plain_console
 from harness.data.inputs.datasets import SampleForm, script_datasets, user_datasets
 from harness.data.tokenizer import ByteTokenizer
-from harness.hf.causal import require_cut
 from harness.hf.skeleton import ModelSource, read_source
+from harness.hf.unbuilt import require_cut
 from harness.installed import read_run_config
 from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv

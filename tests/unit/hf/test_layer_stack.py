@@ -7,9 +7,10 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from harness.errors import UserError
-from harness.hf.causal import CausalModel, assemble, require_cut
+from harness.hf.causal import CausalModel, assemble
 from harness.hf.forward.placeholders import find_stack
-from harness.hf.skeleton import ModelSource, build_skeleton, text_decoder, vocabulary_size
+from harness.hf.skeleton import ModelSource, build_skeleton, text_decoder
+from harness.hf.unbuilt import require_cut, vocabulary_size
 from harness.parallel.comm import TensorParallel
 from harness.verify.comparison import find_difference
 from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model

@@ -16,7 +16,7 @@ from harness.checkpoint.exporting.weights import export_config
 from harness.errors import UserError
 from harness.hf.locate import model_directory, presets
 from harness.hf.skeleton import ModelSource, build_skeleton, read_source
-from harness.hf.weights.layer_weights import fill_part
+from harness.hf.weights.layer_weights import fill
 from harness.hf.weights.tensor_files import OpenFile, open_tensors
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.shard import mark, share_of
@@ -109,7 +109,7 @@ def test_a_part_of_a_shard_that_is_padded(saved: Path) -> None:
     lazy = open_tensors(saved).tensors["model.embed_tokens.weight"]
     with torch.no_grad():
         for index in range(3):
-            fill_part(local, lazy, Zero3Partition(index=index, count=3))
+            fill(local, lazy, Zero3Partition(index=index, count=3))
     assert shard.padding and torch.equal(local, shard.take(whole))
 
 
