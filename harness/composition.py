@@ -94,9 +94,11 @@ def _with_report(parts: Parts) -> Parts:
 def _with_verify(parts: Parts) -> Parts:
     from harness.verify.packing import require_packable
     from harness.verify.sharding import verify_plan
-    from harness.verify.stretches import context_plan
+    from harness.verify.token_split import token_split_support
 
-    return replace(parts, verify_sharding=verify_plan, require_packable=require_packable, plan_tokens=context_plan)
+    return replace(
+        parts, verify_sharding=verify_plan, require_packable=require_packable, plan_tokens=token_split_support
+    )
 
 
 def preferences(given: PreferenceArguments) -> Preferences | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from harness.arguments import TrainingArguments
 from harness.batches.collate import MicroBatch
 from harness.config import Resolved
-from harness.config.model.shares import Stretch
+from harness.config.model.sharding import Range
 from harness.deepspeed import gradient_norm
 from harness.deepspeed.initialize import replacing
 from harness.deepspeed.instructions import Observer, announcer
@@ -59,7 +59,7 @@ from harness.training.parts import Parts
 from harness.training.parts.objective import Objective
 from harness.training.prepare.stages import choose_boundaries
 from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder
-from harness.verify.stretches import context_plan
+from harness.verify.token_split import token_split_support
 
 OF_A_MICRO_BATCH = (
     *("LoadMicroBatch", "ForwardPass", "BackwardPass", "InputGradients", "WeightGradients"),
@@ -161,7 +161,7 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             max_steps=plan.max_steps,
             compression=compression,
         )
-        parts = Parts(fusing=fusing, plan_tokens=context_plan)
+        parts = Parts(fusing=fusing, plan_tokens=token_split_support)
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, parts=parts)
         if plan.objective is not None:
             loss = partial(plan.objective.loss, data_group=groups.dp_group)
@@ -245,7 +245,7 @@ def _logits_at_once(plan: DryRun) -> int:
 
 
 def _even_routes(
-    pieces: Sequence[Tensor], _stretches: Sequence[Stretch], place: TensorParallel, *, layout: Layout
+    pieces: Sequence[Tensor], _ranges: Sequence[Range], place: TensorParallel, *, layout: Layout
 ) -> list[Route]:
     """Return routes that send equally many tokens to each expert: `Route.of` would need the router's choices."""
     routes = []

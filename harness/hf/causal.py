@@ -21,7 +21,7 @@ from harness.config.model.shape import experts_of
 from harness.errors import UserError
 from harness.hf.adapters import Adapters, plain_name
 from harness.hf.context.arguments import SplitArguments
-from harness.hf.context.plan import TOGETHER, TokensApart
+from harness.hf.context.plan import UNSPLIT, TokenSplit
 from harness.hf.context.sequence import SharedSequence
 from harness.hf.decoder import (
     Blueprint,
@@ -58,7 +58,7 @@ from harness.hf.weights.layer_weights import (
     read_by_transformers,
 )
 from harness.parallel.comm import TensorParallel
-from harness.parallel.context.stretches import ContextParallel
+from harness.parallel.context.sequence_shards import ContextParallel
 from harness.parallel.dropout import has_dropout
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
@@ -203,12 +203,12 @@ class CausalModel:
     router: RouterCapture | None = None
     in_fp32: frozenset[str] = frozenset()
     shares_sequence: bool = False
-    apart: TokensApart = TOGETHER
+    apart: TokenSplit = UNSPLIT
     loss_tiles: LossTiles | None = None
 
     @property
     def context(self) -> ContextParallel | None:
-        """This rank's place among the context ranks, if there are any; the logits are those of its stretch."""
+        """This rank's place among the context ranks, if there are any; the logits are those of its shard."""
         return self.apart.context
 
     @property
@@ -260,7 +260,7 @@ def assemble(
     keep_fp32: bool = False,
     noise_alpha: float | None = None,
     sequence_parallel: bool = False,
-    apart: TokensApart = TOGETHER,
+    apart: TokenSplit = UNSPLIT,
 ) -> CausalModel:
     """Prepare the model of `source` for this rank. Raises UserError for a model that cannot be cut as asked.
 
@@ -354,7 +354,7 @@ def _examine(
 
 
 def _computing_apart(
-    blueprint: Blueprint, tensor: TensorParallel | None, apart: TokensApart, *, whole_logits: bool
+    blueprint: Blueprint, tensor: TensorParallel | None, apart: TokenSplit, *, whole_logits: bool
 ) -> Blueprint:
     """Return the blueprint of a model that computes a subset of the tokens at a time.
 
@@ -374,7 +374,7 @@ def _computing_apart(
     )
 
 
-def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) -> LossTiles | None:
+def _loss_tiles(outer: OuterForward, apart: TokenSplit, *, whole_logits: bool) -> LossTiles | None:
     """Return the switch by which the epilogue computes the loss in tiles; None if it always returns logits.
 
     Raises UserError for tiles of the loss or of blocks that would change numbers.
@@ -401,7 +401,7 @@ def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) 
     return LossTiles(apart.loss_tile)
 
 
-def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: TokensApart) -> SharedSequence | None:
+def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: TokenSplit) -> SharedSequence | None:
     """Return how the tokens are shared between the layers: over context ranks, tensor-parallel ranks, or both."""
     if tensor is not None and outer.schema.replayed:
         raise UserError(
@@ -412,7 +412,7 @@ def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: 
     context = apart.context
     if context is None and apart.attention_tile:
         context = ContextParallel()
-    if apart.plan.whole:  # then only the epilogue works on a stretch
+    if apart.plan.whole:  # then only the epilogue works on a shard
         context = None
     return SharedSequence(group, context or ContextParallel()) if group is not None or context is not None else None
 

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.context.arguments import SplitArguments
-from harness.hf.context.layer import StretchLayer, with_whole_masks
-from harness.hf.context.plan import ContextPlan, own_tokens
+from harness.hf.context.layer import ContextParallelLayer, with_whole_masks
+from harness.hf.context.plan import TokenSplitSupport, own_tokens
 from harness.hf.context.sequence import SharedSequence
 from harness.hf.forward.chains import Chain
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
@@ -31,7 +31,7 @@ from harness.hf.forward.payload import CarriedTensor, ForwardOutput, PayloadSpec
 from harness.hf.forward.router_loss import RouterCapture
 from harness.hf.layers.call import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
-from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.dropout import expect_shapes, has_dropout
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
 from harness.parallel.plans.plan import wildcard
@@ -93,9 +93,9 @@ class Blueprint:
         buffers: name -> dtype of floating buffers.
         noise: added to the token embeddings in training.
         sequence: how ranks share the hidden state between the layers; None: each has all of it.
-        context: this rank among the context ranks, if there are any; its logits are those of its stretch.
+        context: this rank among the context ranks, if there are any; its logits are those of its shard.
         plan: which modules can compute a subset of the tokens; None without context ranks and tiles in layers.
-        split: cuts the arguments of layers for a stretch; None where no layer can.
+        split: cuts the arguments of layers for a shard; None where no layer can.
         loss_tiles: lets the epilogue compute the loss in tiles of tokens.
         block_tile: tokens that feed-forward blocks and norms compute at a time; 0: all.
     """
@@ -112,7 +112,7 @@ class Blueprint:
     noise: EmbeddingNoise | None = None
     sequence: SharedSequence | None = None
     context: ContextParallel | None = None
-    plan: ContextPlan | None = None
+    plan: TokenSplitSupport | None = None
     split: SplitArguments | None = None
     loss_tiles: LossTiles | None = None
     block_tile: int = 0
@@ -189,7 +189,7 @@ class Prologue(ModelLayer):
         self.chain = blueprint.outer.chains.prologue
         self.passes_tokens = not self.schema.bare
         # the prologue runs on all tokens, so its draws need no cut
-        self.takes_stretch = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.uses_rng
+        self.takes_shard = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.uses_rng
         if blueprint.noise is not None:
             self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
 
@@ -202,7 +202,7 @@ class Prologue(ModelLayer):
         own = tokens
         if self.sequence is not None:
             self.sequence.require_enough(tokens)
-            own = own_tokens(tokens, self.outer, self.sequence.context) if self.takes_stretch else tokens
+            own = own_tokens(tokens, self.outer, self.sequence.context) if self.takes_shard else tokens
         payload = self._entered(own)
         if self.passes_tokens or tokens.positions is not None:
             # copies: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids
@@ -237,18 +237,18 @@ class DecoderLayer(ModelLayer):
         self.shares = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
         layer = self.get_submodule(name)
         gathered = None if blueprint.plan is None else blueprint.plan.blocks_of(outer.layers[index])
-        self.stretch = None
+        self.context_layer = None
         if blueprint.split is not None and self.sequence is not None and gathered is not None:
-            self.stretch = StretchLayer(layer, gathered, blueprint.split, index, self.sequence.context)
+            self.context_layer = ContextParallelLayer(layer, gathered, blueprint.split, index, self.sequence.context)
         # otherwise every rank runs the layer on all tokens
-        self.takes_stretch = self.sequence is not None and (blueprint.split is None or self.stretch is not None)
+        self.takes_shard = self.sequence is not None and (blueprint.split is None or self.context_layer is not None)
         self.share = None
-        if self.takes_stretch and self.sequence is not None and self.sequence.group is not None:
+        if self.takes_shard and self.sequence is not None and self.sequence.group is not None:
             self.works_on_share = True
-            apart = [*(self.stretch.gathered if self.stretch else ()), *map(layer.get_submodule, tiled)]
+            apart = [*(self.context_layer.gathered if self.context_layer else ()), *map(layer.get_submodule, tiled)]
             self.share = share_sequence(layer, self.sequence.group, apart)
-        if self.stretch is not None:
-            self.stretch.gather_blocks()
+        if self.context_layer is not None:
+            self.context_layer.gather_blocks()
         for block in tiled:
             tile_block(layer.get_submodule(block), blueprint.block_tile)
 
@@ -276,7 +276,7 @@ class DecoderLayer(ModelLayer):
             passed = self._run(payload, hidden, inputs)
         else:
             whole, inputs = self.outer.arguments(self.index, self.sequence.as_whole(payload))
-            on = self._on_share if self.takes_stretch else self._on_all_tokens
+            on = self._on_share if self.takes_shard else self._on_all_tokens
             passed = on(self.sequence, payload, inputs, whole)
         return self.schema.close(self.index + 1, passed)
 
@@ -287,9 +287,9 @@ class DecoderLayer(ModelLayer):
         self._expect(inputs, whole, sequence)
         with ExitStack() as forward:
             if self.share is not None:
-                forward.enter_context(self.share.forward_of(payload.hidden, sequence.stretch(payload)))
-            if self.stretch is not None:
-                inputs = forward.enter_context(self.stretch.forward_of(inputs, whole.shape[0], whole.shape[1]))
+                forward.enter_context(self.share.forward_of(payload.hidden, sequence.shard_length(payload)))
+            if self.context_layer is not None:
+                inputs = forward.enter_context(self.context_layer.forward_of(inputs, whole.shape[0], whole.shape[1]))
             return self._run(payload, payload.hidden, inputs)
 
     def _on_all_tokens(
@@ -315,11 +315,11 @@ class DecoderLayer(ModelLayer):
         """
         shares, tokens = list(self.shares), None
         if sequence is not None:
-            stretches = sequence.context.widths(whole.shape[1])
+            widths = sequence.context.widths(whole.shape[1])
             if self.share is not None:
-                shares.append(widths_of(stretches[sequence.context.rank], self.share.group))
-            if self.stretch is not None:
-                tokens = sequence.context.rank, stretches
+                shares.append(widths_of(widths[sequence.context.rank], self.share.group))
+            if self.context_layer is not None:
+                tokens = sequence.context.rank, widths
         expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), shares, tokens)
 
     def _run(self, payload: StagePayload, hidden: Tensor, inputs: LayerInputs) -> StagePayload:
@@ -351,7 +351,7 @@ class Epilogue(ModelLayer):
         # an epilogue with dropout computes all tokens, so that its draws need no cut
         self.context = blueprint.context
         stays = blueprint.plan is not None and blueprint.plan.epilogue
-        self.takes_stretch = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
+        self.takes_shard = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
         self.capture = blueprint.capture
         self.chain = blueprint.outer.chains.epilogue
         self.is_plain = self.sequence is None and self.context is None and self.tiles is None and self.capture is None
@@ -368,7 +368,7 @@ class Epilogue(ModelLayer):
         if self.sequence is not None:
             rows = self.sequence.rows(self.sequence.as_whole(payload).hidden)
             payload = self._joined(self.sequence, payload)
-        elif self.context is not None and self.takes_stretch:
+        elif self.context is not None and self.takes_shard:
             payload = self._cut(self.context, payload)
         if self.tiles is not None and self.tiles.loss is not None:
             total = self.tiles.sum(payload.hidden, partial(self._logits_of_tile, payload))
@@ -402,16 +402,16 @@ class Epilogue(ModelLayer):
         return self.capture.finish(self.outer.model, taken, partial(self._left, payload))
 
     def _own(self, logits: Tensor) -> Tensor:
-        """Return the logits of this rank's stretch."""
-        return logits if self.context is None or self.takes_stretch else self.context.own(logits)
+        """Return the logits of this rank's shard."""
+        return logits if self.context is None or self.takes_shard else self.context.own(logits)
 
     def _cut(self, context: ContextParallel, payload: StagePayload) -> StagePayload:
         """Return the payload for the epilogue where every rank has computed all tokens in all layers."""
         return replace(payload, hidden=context.own(payload.hidden), states={}, tokens=None)
 
     def _joined(self, sequence: SharedSequence, payload: StagePayload) -> StagePayload:
-        """Return the payload for the epilogue: the hidden state and tokens of this rank's stretch, or of all ranks."""
-        if not self.takes_stretch:
+        """Return the payload for the epilogue: the hidden state and tokens of this rank's shard, or of all ranks."""
+        if not self.takes_shard:
             return sequence.join_all(payload)
         tokens = None if payload.tokens is None else own_tokens(payload.tokens, self.outer, sequence.context)
         return replace(sequence.join(payload), tokens=tokens)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.model.shares import Stretch
+from harness.config.model.sharding import Range
 from harness.parallel.collectives import all_gather, start_all_to_all
 from harness.parallel.comm import ALONE, Context, TensorParallel, apply
 from harness.parallel.compiling import eager
@@ -57,7 +57,7 @@ def run_at_owners(
     index: Tensor,
     weights: Tensor,
     *,
-    stretches: Sequence[Stretch],
+    ranges: Sequence[Range],
     neighbours: Neighbours,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
@@ -68,15 +68,15 @@ def run_at_owners(
     Args:
         experts: runs this rank's experts, which it counts from 0.
         hidden: [tokens, width], or [batch, sequence, width].
-        index: the experts of each token, [tokens, k]; pairs with an expert outside `stretches` add nothing.
+        index: the experts of each token, [tokens, k]; pairs with an expert outside `ranges` add nothing.
         weights: the weights of these pairs in the sum, [tokens, k].
-        stretches: (first, stop) of the experts of each rank of the group, in rank order and without gaps.
+        ranges: (first, stop) of the experts of each rank of the group, in rank order and without gaps.
         meanwhile: called while the first tokens travel.
     """
     pieces, group = neighbours.pieces, neighbours.ranks.group
     assert group is not None
     # One exchange of counts for all pieces, as each makes the host wait for the device.
-    routes = Route.of(index.tensor_split(pieces), stretches, neighbours.ranks)
+    routes = Route.of(index.tensor_split(pieces), ranges, neighbours.ranks)
     on_their_way = []
     for rows, route in zip(hidden.reshape(-1, hidden.shape[-1]).tensor_split(pieces), routes, strict=True):
         on_their_way.append(RowExchange(apply(_RowsOfPairs, rows, route.order, index.shape[1]), route.sizes, group))
@@ -131,11 +131,11 @@ class Route:
     experts: Tensor
 
     @classmethod
-    def of(cls, pieces: Sequence[Tensor], stretches: Sequence[Stretch], ranks: TensorParallel) -> list[Route]:
+    def of(cls, pieces: Sequence[Tensor], ranges: Sequence[Range], ranks: TensorParallel) -> list[Route]:
         """Return the route of each piece from the experts [tokens, k] of its tokens; all ranks call it."""
         assert ranks.group is not None
-        first, stop = stretches[0][0], stretches[-1][1]
-        widths = [end - start for start, end in stretches]
+        first, stop = ranges[0][0], ranges[-1][1]
+        widths = [end - start for start, end in ranges]
         experts, counts = [], []
         for piece in pieces:
             pairs = piece.reshape(-1)

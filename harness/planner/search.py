@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from harness.config.model.plans import plan_refusal, spreads_experts
-from harness.config.model.shares import Heads
+from harness.config.model.sharding import Heads
 from harness.config.values.batch import bucket_elements
 from harness.errors import UserError
 from harness.planner.estimate import Estimate, Prediction, estimate, has_flat_sums, memory_of, require_precision

@@ -260,8 +260,8 @@ class Strategy:
 
     def tokens(self, sequence: int, tile: int = 0) -> int:
         """Return a rank's tokens of a micro-batch with samples of `sequence` tokens; with `tile`, those of one tile."""
-        stretch = -(-sequence // self.cp_size)
-        return self.micro_batch * self.sequences * (min(stretch, tile) if tile else stretch)
+        shard = -(-sequence // self.cp_size)
+        return self.micro_batch * self.sequences * (min(shard, tile) if tile else shard)
 
 
 def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:

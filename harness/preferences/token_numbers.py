@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.model.shares import stretch
+from harness.config.model.sharding import shard_range
 from harness.parallel.comm import group_rank, group_size, max_over_group, sum_over_group
 from harness.parallel.tensor.cross_entropy import in_chunks
 
@@ -24,7 +24,7 @@ def token_numbers(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
         logits: [..., n], this rank's part of the vocabulary; `group` is None if it is the whole one.
         labels: [...], indices into the whole vocabulary, or -100.
     """
-    first = 0 if group is None else stretch(vocab_size, group_rank(group), group_size(group))[0]
+    first = 0 if group is None else shard_range(vocab_size, group_rank(group), group_size(group))[0]
     column = labels - first
     here = (column >= 0) & (column < logits.shape[-1])
     column = column.masked_fill(~here, 0).unsqueeze(-1)

@@ -26,7 +26,7 @@ class Groups:
     world_group: ProcessGroup | None
     pp_group: ProcessGroup | None  # the stages of one replica, in order
     dp_group: ProcessGroup | None  # the ranks with the same shard of the same layers
-    cp_group: ProcessGroup | None  # the data ranks that read the same samples, in order of their stretches
+    cp_group: ProcessGroup | None  # the data ranks that read the same samples, in order of their shards
     tp_group: ProcessGroup | None  # the ranks with the other shards of the same layers
     ep_group: ProcessGroup | None = None  # neighbours on the data axis over which whole experts are distributed
     ep_copies: ProcessGroup | None = None  # with `ep_group`: the ranks with the same experts

@@ -27,7 +27,8 @@ AXIS_SIZES = {"pipeline": "pp_size", "data": "dp_size", "context": "cp_size", "t
 class Coordinate:
     """A rank's coordinates, each from 0: pipeline stage, data rank, tensor rank.
 
-    `batch_rank` and `cp_rank` split the data rank in two: which samples it reads, and which stretch of them it keeps.
+    `batch_rank` and `cp_rank` split the data rank in two: which samples it reads, and which shard of their tokens it
+    keeps.
     """
 
     stage: int
@@ -52,7 +53,7 @@ class Layout:
     Attributes:
         ep_size: number of ranks of a stage over which whole experts are distributed; 1 if each expert is cut like any
             other layer. They are a tensor-parallel group, or those of several neighbours along the data axis.
-        cp_size: number of neighbours on the data axis that read the same samples and keep a stretch of the tokens
+        cp_size: number of neighbours on the data axis that read the same samples and keep a shard of the tokens
             each; it divides dp_size. For weights, gradients and checkpoints they are data ranks like all others.
 
     Raises:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from harness.config.model.shares import stretch
+from harness.config.model.sharding import shard_range
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.layers.call import LayerOutput
 from harness.hf.skeleton import ModelSource
 from harness.parallel import comm
 from harness.parallel.comm import TensorParallel
-from harness.parallel.context.stretches import ALONE, ContextParallel
+from harness.parallel.context.sequence_shards import ALONE, ContextParallel
 from harness.parallel.generators import own_generators
 from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack_payload
 from harness.parallel.tensor.shard import Shard, shard_of
@@ -108,7 +108,7 @@ def find_difference(
     """Return the largest difference between the cut and the whole model of a tiny config; None if there is none.
 
     The model is cut into two stages and, if `tensor` has a group, over its tensor-parallel ranks; `cut` gives each rank
-    of `context` a stretch of the tokens, or distributes the experts over `neighbours`, which have the same tokens.
+    of `context` a shard of the tokens, or distributes the experts over `neighbours`, which have the same tokens.
     All ranks of these groups must call this, and get the same result.
 
     Raises:
@@ -249,7 +249,7 @@ def _own_logits(whole: Tensor, stage: CausalModel, tensor: TensorParallel) -> Te
     """Return this rank's part of logits for the whole vocabulary."""
     if not stage.local_logits:
         return whole
-    start, stop = stretch(whole.shape[-1], tensor.rank, tensor.size)
+    start, stop = shard_range(whole.shape[-1], tensor.rank, tensor.size)
     return whole[..., start:stop]
 
 

@@ -22,11 +22,11 @@ from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.token_exchange import Neighbours
 from harness.topology.agreement import all_gather_object, any_rank
 from harness.training.engine.context import EngineContext
-from harness.training.prepare.trainable import tokens_apart
+from harness.training.prepare.trainable import choose_token_split
 from harness.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
 from harness.verify.matrix import is_tested
-from harness.verify.stretches import context_plan
 from harness.verify.tiny_copy import shrink
+from harness.verify.token_split import token_split_support
 
 TINY_TILE = 5
 """Tokens of a tile in the tiny copy, whose sequences are short."""
@@ -117,7 +117,7 @@ def _cut(
         finish=lambda _: None,
         experts=Neighbours(ranks=neighbours) if context.resolved.ep_size > 1 else None,
         sequence_parallel=context.resolved.sequence_parallel,
-        apart=tokens_apart(source, context, context_plan, shared=shared, most=TINY_TILE),
+        apart=choose_token_split(source, context, token_split_support, shared=shared, most=TINY_TILE),
     )
     unequal |= cut.unequal
     return cut

@@ -32,14 +32,14 @@ from transformers import PretrainedConfig, PreTrainedModel, logging
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.hf.causal import assemble
-from harness.hf.context.plan import TokensApart
+from harness.hf.context.plan import TokenSplit
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
-from harness.parallel.context.stretches import ContextParallel
+from harness.parallel.context.sequence_shards import ContextParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.verify.packing import require_documents_apart
-from harness.verify.stretches import context_plan
 from harness.verify.tiny_copy import tiny_config, tiny_model
+from harness.verify.token_split import token_split_support
 
 FAMILIES = (
     *(
@@ -136,7 +136,7 @@ def by_harness(model: PreTrainedModel, packed: bool, _size: int) -> dict[str, Te
     if packed:
         require_documents_apart(model.config)
     context = ContextParallel.of(dist.group.WORLD)
-    apart = TokensApart(plan=context_plan(model.config), context=context)
+    apart = TokenSplit(plan=token_split_support(model.config), context=context)
     causal = assemble(
         ModelSource.of_model(model),
         tensor=TensorParallel(),

@@ -39,7 +39,7 @@ class Case(Job):
 
     `length`: of the samples; `packed`: each holds two documents; `drawn`: random numbers are drawn, so that the same
     ranks without context are the reference; `resumed`: it goes on without context from its checkpoint; `shared`:
-    tensor-parallel ranks share each stretch; `flex`: with torch's flex attention, uncompiled.
+    tensor-parallel ranks share each shard; `flex`: with torch's flex attention, uncompiled.
     """
 
     length: int = BLOCK

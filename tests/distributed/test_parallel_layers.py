@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from harness.config.model.shares import stretch
+from harness.config.model.sharding import shard_range
 from harness.extras.host_memory import HostMemory
 from harness.parallel.collectives import leave_memory, share_memory
 from harness.parallel.comm import (
@@ -68,13 +68,13 @@ def whole_grad(param: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
 
 
 def share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    start, stop = stretch(x.shape[-1], dist.get_rank(group), dist.get_world_size(group))
+    start, stop = shard_range(x.shape[-1], dist.get_rank(group), dist.get_world_size(group))
     return x[..., start:stop].detach().clone()
 
 
 def widths(total: int, group: dist.ProcessGroup) -> list[int]:
     size = dist.get_world_size(group)
-    return [stop - start for start, stop in (stretch(total, rank, size) for rank in range(size))]
+    return [stop - start for start, stop in (shard_range(total, rank, size) for rank in range(size))]
 
 
 def compare(

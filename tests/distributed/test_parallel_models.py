@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.model.shares import stretch
+from harness.config.model.sharding import shard_range
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import run_where_aligned
@@ -204,7 +204,7 @@ def compare(case: str, group: dist.ProcessGroup, local_logits: bool) -> dict[str
     if local_logits:
         losses = vocab_parallel_cross_entropy(got_logits, labels, group, VOCABULARY)
         loss = losses.sum() / (labels != -100).sum()
-        start, stop = stretch(VOCABULARY, dist.get_rank(group), dist.get_world_size(group))
+        start, stop = shard_range(VOCABULARY, dist.get_rank(group), dist.get_world_size(group))
         logits = logits[..., start:stop]
     else:
         loss = F.cross_entropy(got_logits.flatten(0, 1), labels.flatten())

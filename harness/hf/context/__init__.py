@@ -1,1 +1,1 @@
-"""Layers that work on a stretch of the tokens: which of them can, and how they are run."""
+"""Layers that work on a shard of the tokens: which of them can, and how they are run."""

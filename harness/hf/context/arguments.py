@@ -1,4 +1,4 @@
-"""Cut the arguments of a layer to a stretch of the tokens. A mask of all pairs of tokens stays whole."""
+"""Cut the arguments of a layer to a shard of the tokens. A mask of all pairs of tokens stays whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
 from harness.hf.layers.attention import on_any_device
 from harness.hf.layers.call import LayerInputs
-from harness.parallel.context.stretches import ContextParallel
+from harness.parallel.context.sequence_shards import ContextParallel
 
 Leaf: TypeAlias = tuple[int | str, int]
 """A tensor among a layer's arguments: the argument's position or name, and the tensor's number within it."""
@@ -45,7 +45,7 @@ class SplitArguments:
     def split(
         self, index: int, inputs: LayerInputs, context: ContextParallel, length: int
     ) -> tuple[LayerInputs, dict[int, Tensor]]:
-        """Return the arguments of layer `index` for this rank's stretch of sequences of `length` tokens.
+        """Return the arguments of layer `index` for this rank's shard of sequences of `length` tokens.
 
         Tensors with a dimension of `length` tokens, [..., length, ...], become [..., own tokens, ...]. Also return the
         whole tensors, as they were before the cut, by the `id` of their cut parts.

@@ -1,9 +1,9 @@
-"""A decoder layer that computes a stretch of the tokens.
+"""A decoder layer that computes a shard of the tokens.
 
 Its attention exchanges heads (`harness/parallel/context/attention.py`). A *block* is a module of the layer that holds
 matrices: its attention, its feed-forward network. Some blocks mix tokens in another way than transformers' attention
 interface: by a recurrence, a convolution, or the model's own attention. Such a block is *gathered*: each rank gives it
-all tokens, as one process would, and keeps the output of its own stretch. That is exact, but on every rank the block
+all tokens, as one process would, and keeps the output of its own shard. That is exact, but on every rank the block
 takes as much time and memory as in one process.
 """
 
@@ -19,7 +19,7 @@ from harness.hf.context.arguments import SplitArguments
 from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.attention import SharedAttention, whole_attention
 from harness.parallel.context.masks import MaskRows
-from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.values import Argument, Keyword, Positional
 
 
@@ -38,8 +38,8 @@ def with_whole_masks(inputs: LayerInputs) -> LayerInputs:
     return LayerInputs(args, kwargs, inputs.key)
 
 
-class StretchLayer:
-    """Runs a layer on this rank's stretch of the tokens.
+class ContextParallelLayer:
+    """Runs a layer on this rank's shard of the tokens.
 
     Args:
         gathered: names of the blocks that need all tokens.
@@ -65,7 +65,7 @@ class StretchLayer:
 
     @contextmanager
     def forward_of(self, inputs: LayerInputs, batch: int, length: int) -> Iterator[LayerInputs]:
-        """Yield `inputs`, which are for `length` tokens, cut to this rank's stretch; attention exchanges heads."""
+        """Yield `inputs`, which are for `length` tokens, cut to this rank's shard; attention exchanges heads."""
         own, whole = self._split.split(self._index, inputs, self._context, length)
         self._whole = whole
         self._rows = TokenRows(context=self._context, batch=batch, length=length)

@@ -1,6 +1,6 @@
 """Which parts of a model can compute a subset of the tokens at a time.
 
-`harness/verify/stretches.py` finds that out by trial on a tiny copy.
+`harness/verify/token_split.py` finds that out by trial on a tiny copy.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import nn
 from harness.hf.context.layer import named_blocks
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
-from harness.parallel.context.stretches import ContextParallel
+from harness.parallel.context.sequence_shards import ContextParallel
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextPlan:
-    """Which parts of a model can compute a stretch of the tokens.
+class TokenSplitSupport:
+    """Which parts of a model can compute a shard of the tokens.
 
     Attributes:
         gathered: for each kind of layer that can, the blocks in it that need all tokens. A kind that is missing cannot.
@@ -39,7 +39,7 @@ class ContextPlan:
 
     @property
     def epilogue(self) -> bool:
-        """Whether the modules after the layers can compute a stretch of the tokens."""
+        """Whether the modules after the layers can compute a shard of the tokens."""
         return not self.obstacle
 
     def blocks_of(self, layer: nn.Module) -> frozenset[str] | None:
@@ -52,7 +52,7 @@ class ContextPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokensApart:
+class TokenSplit:
     """How this rank computes a subset of the tokens at a time.
 
     Attributes:
@@ -63,7 +63,7 @@ class TokensApart:
         attention_tile: queries for which masks and attention are computed at a time, if there is a mask; 0: all.
     """
 
-    plan: ContextPlan = field(default_factory=ContextPlan)
+    plan: TokenSplitSupport = field(default_factory=TokenSplitSupport)
     context: ContextParallel | None = None
     loss_tile: int = 0
     block_tile: int = 0
@@ -75,7 +75,7 @@ class TokensApart:
         return self.context is not None or bool(self.loss_tile or self.block_tile or self.attention_tile)
 
 
-TOGETHER = TokensApart()
+UNSPLIT = TokenSplit()
 """All tokens are computed together."""
 
 
@@ -86,7 +86,7 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
     )
 
 
-def idle_tiles(apart: TokensApart, layers: Sequence[nn.Module], attention: str | None) -> Iterator[str]:
+def idle_tiles(apart: TokenSplit, layers: Sequence[nn.Module], attention: str | None) -> Iterator[str]:
     """Yield the keys of tile sizes that have no effect on `layers`, each with the reason, as a clause.
 
     Args:
@@ -106,7 +106,7 @@ def idle_tiles(apart: TokensApart, layers: Sequence[nn.Module], attention: str |
 
 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
-    """Return the tokens of this rank's stretch, with their positions in the whole sequence if the model takes any.
+    """Return the tokens of this rank's shard, with their positions in the whole sequence if the model takes any.
 
     `is_packed` is False: no layer uses masks that are made from these tokens. transformers looks up tokens by their
     positions, so it could not make masks that keep documents apart.

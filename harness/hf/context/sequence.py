@@ -1,6 +1,6 @@
 """How ranks share the hidden state between layers.
 
-Each context rank has a stretch of the sequence. With sequence parallelism its tensor-parallel ranks share that stretch.
+Each context rank has a shard of the sequence. With sequence parallelism its tensor-parallel ranks share that shard.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.parallel.comm import group_size
-from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.tensor.sequence import join_sequence, split_sequence
 from harness.wording import counted
 
@@ -23,7 +23,7 @@ def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:
 
     Args:
         contexts: number of context ranks.
-        tensors: number of tensor-parallel ranks that share each stretch; 1: they do not.
+        tensors: number of tensor-parallel ranks that share each shard; 1: they do not.
     """
     length = tokens.ids.shape[1]
     if length < contexts * tensors:
@@ -41,8 +41,8 @@ class SharedSequence:
     If the shares are unequal, token ids are passed on too: only they tell the length of the whole sequence.
 
     Attributes:
-        group: the tensor-parallel ranks that share a stretch; None: each of them has the whole stretch.
-        context: the context ranks, each of which has a stretch.
+        group: the tensor-parallel ranks that share a shard; None: each of them has the whole shard.
+        context: the context ranks, each of which has a shard.
     """
 
     group: dist.ProcessGroup | None
@@ -61,7 +61,7 @@ class SharedSequence:
         """Return the payload with this rank's share of its hidden state.
 
         Args:
-            payload: its hidden state is of the whole sequence, or of this rank's stretch.
+            payload: its hidden state is of the whole sequence, or of this rank's shard.
             tokens: those of the whole sequence.
         """
         length = tokens.ids.shape[1]
@@ -69,9 +69,9 @@ class SharedSequence:
         hidden = self.context.own(payload.hidden) if payload.hidden.shape[1] == length else payload.hidden
         return replace(payload, hidden=self.share(hidden), tokens=kept)
 
-    def share(self, stretch: Tensor) -> Tensor:
+    def share(self, shard: Tensor) -> Tensor:
         """Return this rank's share of its context rank's hidden state [batch, tokens, width], contiguous to be sent."""
-        return stretch.contiguous() if self.group is None else split_sequence(stretch, self.group)
+        return shard.contiguous() if self.group is None else split_sequence(shard, self.group)
 
     def length(self, payload: StagePayload) -> int:
         """Return the length of the whole sequence."""
@@ -79,9 +79,9 @@ class SharedSequence:
             return payload.tokens.ids.shape[1]
         return payload.hidden.shape[1] * self.size
 
-    def stretch(self, payload: StagePayload) -> int:
-        """Return the number of tokens of this rank's stretch."""
-        start, stop = self.context.stretch(self.length(payload))
+    def shard_length(self, payload: StagePayload) -> int:
+        """Return the number of tokens of this rank's shard."""
+        start, stop = self.context.token_range(self.length(payload))
         return stop - start
 
     def as_whole(self, payload: StagePayload) -> StagePayload:
@@ -90,10 +90,10 @@ class SharedSequence:
         return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
 
     def join(self, payload: StagePayload) -> StagePayload:
-        """Return the payload with the hidden state of this rank's stretch, joined from the tensor-parallel shares."""
+        """Return the payload with the hidden state of this rank's shard, joined from the tensor-parallel shares."""
         if self.group is None:
             return payload
-        return replace(payload, hidden=join_sequence(payload.hidden, self.stretch(payload), self.group))
+        return replace(payload, hidden=join_sequence(payload.hidden, self.shard_length(payload), self.group))
 
     def rows(self, whole: Tensor) -> TokenRows:
         """Return the `TokenRows` for sequences like `whole`, a hidden state [batch, whole sequence, width]."""

@@ -75,7 +75,7 @@ class OpenFile:
         descriptor = self._file.fileno()
         if page + length > os.fstat(descriptor).st_size:  # reading beyond the end would kill the process (SIGBUS)
             raise UserError(f"{self.path}: {TOO_SHORT}")
-        self.fetch(page, page + 2 * length)  # this stretch, and the next while this one is copied
+        self.fetch(page, page + 2 * length)  # this range, and the next while this one is copied
         try:
             mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=page)
         except OSError as error:

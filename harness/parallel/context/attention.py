@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from harness.config.model.shares import Heads, Stretch
+from harness.config.model.sharding import Heads, Range
 from harness.parallel.comm import Context, apply
 from harness.parallel.context.masks import MaskRows
-from harness.parallel.context.stretches import ContextParallel, exchange_heads, exchange_tokens
+from harness.parallel.context.sequence_shards import ContextParallel, exchange_heads, exchange_tokens
 from harness.parallel.dropout import expect_heads
 from harness.parallel.tiles import computed_again
 from harness.parallel.values import Argument, Keyword, Positional
 
-_active: ContextVar[SharedAttention | None] = ContextVar("attention over stretches", default=None)
+_active: ContextVar[SharedAttention | None] = ContextVar("attention over shards", default=None)
 
 
 Attend: TypeAlias = Callable[..., Argument]
@@ -43,7 +43,7 @@ It takes a module, query, key and value [batch, heads, tokens, size], a mask and
 
 @cache
 def _wrap_interface() -> None:
-    """Have models get their attention function wrapped in the exchange, in layers that work on a stretch."""
+    """Have models get their attention function wrapped in the exchange, in layers that work on a shard."""
     plain = AttentionInterface.get_interface
 
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
@@ -56,7 +56,7 @@ def _wrap_interface() -> None:
 
 @dataclass(kw_only=True)
 class SharedAttention:
-    """Exchanges heads around the attention of a layer that works on a stretch of the tokens.
+    """Exchanges heads around the attention of a layer that works on a shard of the tokens.
 
     Attributes:
         length: number of tokens of the whole sequence.
@@ -95,7 +95,7 @@ class SharedAttention:
         Raises:
             RuntimeError: the queries or keys do not belong to this rank's tokens, as in cross-attention.
         """
-        start, stop = self.context.stretch(self.length)
+        start, stop = self.context.token_range(self.length)
         if any(x.shape[2] != stop - start for x in (query, key, value)):
             raise RuntimeError(f"attention gives keys other than those of its {stop - start} tokens")
         args = tuple(map(self._for_all_tokens, args))
@@ -203,7 +203,7 @@ class HeadsOf:
         return self._groups if name == "num_key_value_groups" else self._cut(value)
 
 
-def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
+def _own_heads(given: Argument, *, heads: int, own: Range) -> Argument:
     """Return this rank's heads of a tensor with an entry for each head; return anything else unchanged.
 
     Such tensors are [heads], [heads, queries, keys] or [batch, heads, queries, keys].

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from harness.config.model.shares import Heads, Stretch
+from harness.config.model.sharding import Heads, Range
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
@@ -288,8 +288,8 @@ def _cut_inputs(
     module.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
-def own_part(x: Tensor, rule: InputRule, run: int, stretch: Stretch) -> Tensor:
+def own_part(x: Tensor, rule: InputRule, run: int, own_range: Range) -> Tensor:
     """Return this rank's share of every `run` entries of `x` [..., runs * run, ...] along `rule.dim`."""
-    dim, (start, stop) = rule.dim % x.ndim, stretch
+    dim, (start, stop) = rule.dim % x.ndim, own_range
     runs: Tensor = x.unflatten(dim, (-1, run))
     return runs.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

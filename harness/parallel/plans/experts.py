@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from harness.config.model.shares import Stretch, stretch
+from harness.config.model.sharding import Range, shard_range
 from harness.errors import UserError
 from harness.parallel.comm import Context, TensorParallel, apply, copy_to_group, reduce_from_group
 from harness.parallel.plans.early_modules import EarlyModules
@@ -100,8 +100,8 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     module: Any = target.module
     tensor, neighbours = target.tensor, target.neighbours
     experts = getattr(module, "num_experts", None)
-    stretches = _dealt(experts, target.name, tensor, neighbours.ranks)[tensor.rank]
-    module.num_experts = _widest(stretches)
+    ranges = _dealt(experts, target.name, tensor, neighbours.ranks)[tensor.rank]
+    module.num_experts = _widest(ranges)
     # Not with tensor-parallel ranks: the sum over their outputs would include the early modules' outputs.
     is_alone = tensor.size == 1 and neighbours.ranks.size > 1
     early = EarlyModules(target.owner, module, target.config.hidden_size) if is_alone else None
@@ -117,13 +117,13 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
                 hidden,
                 index,
                 weights,
-                stretches=stretches,
+                ranges=ranges,
                 neighbours=neighbours,
                 meanwhile=early.run if early else None,
             )
         else:
             loops = getattr(getattr(self, "config", None), "_experts_implementation", None) == "eager"
-            given = _own_routing(hidden, index, weights, own=stretches[0], loops=loops)
+            given = _own_routing(hidden, index, weights, own=ranges[0], loops=loops)
             output = _linked(run(*given), given, self)
         return reduce_from_group(output, tensor.group)
 
@@ -148,7 +148,7 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
         dim=0,
         pieces=((start * unit, stop * unit),),
         padding=(_widest(dealt[tensor.rank]) - (stop - start)) * unit,
-        widths=tuple((stop - start) * unit for stretches in dealt for start, stop in stretches),
+        widths=tuple((stop - start) * unit for ranges in dealt for start, stop in ranges),
         over_data=neighbours.size > 1,
     )
     return cut_parameter(param, shard)
@@ -173,7 +173,7 @@ def run_experts_by(config: PretrainedConfig, implementation: str | None) -> None
 
 
 def _own_routing(
-    hidden: Tensor, index: Tensor, weights: Tensor, *, own: Stretch, loops: bool
+    hidden: Tensor, index: Tensor, weights: Tensor, *, own: Range, loops: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments of this rank's experts, which are counted from 0.
 
@@ -210,7 +210,7 @@ class _Linked(torch.autograd.Function):
         return None, *map(torch.zeros_like, ctx.saved_tensors)
 
 
-def _dealt(experts: int | None, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> list[list[Stretch]]:
+def _dealt(experts: int | None, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> list[list[Range]]:
     """Return each rank's experts: `[i][j]` is (first, stop) of tensor-parallel rank i, data neighbour j.
 
     Raises UserError if `experts` is unknown, or less than the number of ranks.
@@ -222,13 +222,15 @@ def _dealt(experts: int | None, name: str, tensor: TensorParallel, neighbours: T
             f"expert_parallel.autoep_size {tensor.size * neighbours.size} does not fit the "
             f"{counted(experts, 'expert')} of {name}: use at most {experts}"
         )
-    slots = [stretch(experts, rank, tensor.size) for rank in range(tensor.size)]
-    parts = [[stretch(stop - start, rank, neighbours.size) for rank in range(neighbours.size)] for start, stop in slots]
+    slots = [shard_range(experts, rank, tensor.size) for rank in range(tensor.size)]
+    parts = [
+        [shard_range(stop - start, rank, neighbours.size) for rank in range(neighbours.size)] for start, stop in slots
+    ]
     return [[(slot[0] + a, slot[0] + b) for a, b in part] for slot, part in zip(slots, parts, strict=True)]
 
 
-def _widest(stretches: Sequence[Stretch]) -> int:
-    return max(stop - start for start, stop in stretches)
+def _widest(ranges: Sequence[Range]) -> int:
+    return max(stop - start for start, stop in ranges)
 
 
 def _is_in(name: str, owners: list[str]) -> bool:

@@ -1,7 +1,7 @@
 """Decide how tensor-parallel ranks split a layer: by whole attention heads, or by ranges of any other width.
 
 An attention module reshapes its projections to [..., heads, head_dim], so a shard must be whole heads: see
-`harness.config.model.shares`. The layers of an attention need not be its children (an output projection may be its
+`harness.config.model.sharding`. The layers of an attention need not be its children (an output projection may be its
 sibling), so a layer's attention is searched around it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from harness.config.model.shares import Heads, Stretch, stretch
+from harness.config.model.sharding import Heads, Range, shard_range
 from harness.errors import UserError
 from harness.parallel.plans.plan import wildcard
 from harness.wording import counted, one_of
@@ -85,7 +85,7 @@ def attention_below(name: str, attentions: Mapping[str, Attention]) -> Attention
 
 def deal(
     width: int, size: int, name: str, *, heads: Heads | None = None, key_values: Collection[int] = (), unit: int = 1
-) -> list[Stretch]:
+) -> list[Range]:
     """Return the range of each of `size` ranks in the `width` entries of `name`.
 
     Args:
@@ -108,7 +108,9 @@ def deal(
         what = f"width {width}" if unit == 1 else f"width {width}, in units of {unit},"
         most = 1 if width % unit else max(width // unit, 1)
         raise UserError(f"tensor_parallel.autotp_size {size} does not fit the {what} of {name}: use at most {most}")
-    return [(start * unit, stop * unit) for start, stop in (stretch(width // unit, rank, size) for rank in range(size))]
+    return [
+        (start * unit, stop * unit) for start, stop in (shard_range(width // unit, rank, size) for rank in range(size))
+    ]
 
 
 def blocks_of(heads: Heads, blocks: int, name: str) -> Heads:
@@ -129,8 +131,8 @@ def _require_fit(heads: Heads, size: int, name: str) -> None:
     raise UserError(f"tensor_parallel.autotp_size {size} does not fit the {kind} of {name}: use {advice}")
 
 
-def _scaled(stretches: list[Stretch], unit: int) -> list[Stretch]:
-    return [(start * unit, stop * unit) for start, stop in stretches]
+def _scaled(ranges: list[Range], unit: int) -> list[Range]:
+    return [(start * unit, stop * unit) for start, stop in ranges]
 
 
 def _owners(name: str) -> Iterator[str]:

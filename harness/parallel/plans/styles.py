@@ -135,8 +135,8 @@ def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: T
         module_name, _, own_name = name.rpartition(".")
         module = owner.get_submodule(module_name)
         if shard_of(param) is None and tuple(param.shape) in shapes and not isinstance(module, nn.Linear):
-            stretches = heads.queries if param.shape[0] == heads.query else heads.key_values
-            shard = share_of(tuple(param.shape), 0, tensor.rank, stretches=stretches(tensor.size))
+            ranges = heads.queries if param.shape[0] == heads.query else heads.key_values
+            shard = share_of(tuple(param.shape), 0, tensor.rank, ranges=ranges(tensor.size))
             setattr(module, own_name, cut_parameter(param, shard))
             if shard.copied:
                 sum_gradients_of_copies(module, [own_name], tensor.group)

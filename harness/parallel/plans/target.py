@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig
 
-from harness.config.model.shares import Heads, Stretch
+from harness.config.model.sharding import Heads, Range
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.heads import Attention, blocks_of, deal
@@ -55,7 +55,7 @@ class PlanTarget:
             return None
         return blocks_of(self.attention.heads, self.rule.blocks, self.name)
 
-    def deal(self, width: int, *, unit: int | None = None) -> list[Stretch]:
+    def deal(self, width: int, *, unit: int | None = None) -> list[Range]:
         """Return each rank's range of `width` entries. Raises UserError if a rank would have none."""
         heads, key_values = self.heads, set()
         if heads is not None and self.attention is not None and self.attention.inside:
@@ -75,18 +75,18 @@ class PlanTarget:
         """
         if shape[dim] % parts:
             raise UserError(f"the {shape[dim]} entries of {self.name} are not {parts} equal parts: correct the plan")
-        stretches = self.deal(shape[dim] // parts, unit=unit)
-        return share_of(shape, dim, self.tensor.rank, stretches=stretches, parts=parts, multiple=multiple)
+        ranges = self.deal(shape[dim] // parts, unit=unit)
+        return share_of(shape, dim, self.tensor.rank, ranges=ranges, parts=parts, multiple=multiple)
 
     def widths(self, width: int) -> list[int]:
         """Return each rank's number of `width` values. Raises UserError if ranks would share some."""
-        stretches = self.deal(width)
-        if len(set(stretches)) < len(stretches):
+        ranges = self.deal(width)
+        if len(set(ranges)) < len(ranges):
             raise UserError(
                 f"{self.name} has fewer key/value heads than tensor_parallel.autotp_size {self.tensor.size}, and they "
-                f"cannot be shared by ranks: use at most {len(set(stretches))}"
+                f"cannot be shared by ranks: use at most {len(set(ranges))}"
             )
-        return [stop - start for start, stop in stretches]
+        return [stop - start for start, stop in ranges]
 
 
 def style_error(target: PlanTarget, wanted: str) -> UserError:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from harness.config.model.shares import stretch
+from harness.config.model.sharding import shard_range
 from harness.device import kernels
 from harness.parallel.comm import Context, group_rank, group_size, max_over_group, sum_over_group
 
@@ -114,7 +114,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         torch._assert_async((inside | ignored).all(), "a label is outside the vocabulary")  # noqa: SLF001  # no public name
         first, stop = 0, vocab_size
         if group is not None:
-            first, stop = stretch(vocab_size, group_rank(group), group_size(group))
+            first, stop = shard_range(vocab_size, group_rank(group), group_size(group))
         if logits.shape[-1] != stop - first:
             raise ValueError(f"got {logits.shape[-1]} columns of logits, expected {stop - first}")
         column = labels - first

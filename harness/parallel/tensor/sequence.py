@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.config.model.shares import stretch
+from harness.config.model.sharding import shard_range
 from harness.parallel.collectives import all_gather, start_reduce_scatter
 from harness.parallel.comm import Context, apply, group_rank, group_size
 from harness.parallel.compiling import eager
@@ -96,7 +96,7 @@ class SequenceShare:
 def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
     """Return each rank's number of tokens of a sequence of `length` tokens."""
     size = group_size(group)
-    return tuple(stop - start for start, stop in (stretch(length, rank, size) for rank in range(size)))
+    return tuple(stop - start for start, stop in (shard_range(length, rank, size) for rank in range(size)))
 
 
 def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:

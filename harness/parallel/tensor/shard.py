@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config.model.shares import Stretch, stretch
+from harness.config.model.sharding import Range, shard_range
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel, copy_to_group, gather_from_group
 from harness.wording import one_of
@@ -115,13 +115,13 @@ def share_of(
     size: int = 1,
     *,
     parts: int = 1,
-    stretches: Sequence[Stretch] | None = None,
+    ranges: Sequence[Range] | None = None,
     multiple: int = 1,
 ) -> Shard:
     """Return the shard of one rank: its range in each of `parts` equal parts of `dim`.
 
     Args:
-        stretches: ranges of all ranks in one part; several ranks may have the same. By default each of `size` ranks has
+        ranges: ranges of all ranks in one part; several ranks may have the same. By default each of `size` ranks has
             its own, and the first ranks one more entry if the size does not divide.
         multiple: pad each piece with zeros to a multiple of this.
 
@@ -129,18 +129,18 @@ def share_of(
     """
     dim = dim % len(full_shape)
     part, left = divmod(full_shape[dim], parts)
-    if stretches is None:
-        stretches = [stretch(part, index, size) for index in range(size)]
-    widths = tuple((stop - start) * parts for start, stop in stretches)
+    if ranges is None:
+        ranges = [shard_range(part, index, size) for index in range(size)]
+    widths = tuple((stop - start) * parts for start, stop in ranges)
     if left or not min(widths):
-        raise ValueError(f"dimension {dim} of {full_shape} cannot be cut: {parts=}, size={len(stretches)}")
-    start, stop = stretches[rank]
+        raise ValueError(f"dimension {dim} of {full_shape} cannot be cut: {parts=}, size={len(ranges)}")
+    start, stop = ranges[rank]
     return Shard(
         full_shape=full_shape,
         dim=dim,
         pieces=tuple((index * part + start, index * part + stop) for index in range(parts)),
         padding=-(stop - start) % multiple,
-        owner=(start, stop) not in stretches[:rank],  # the lowest rank with this range owns it
+        owner=(start, stop) not in ranges[:rank],  # the lowest rank with this range owns it
         widths=widths,
     )
 

@@ -21,10 +21,10 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from harness.batches.collate import IGNORED
-from harness.config.model.shares import stretch
+from harness.config.model.sharding import shard_range
 from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
-from harness.parallel.context.stretches import ALONE, ContextParallel
+from harness.parallel.context.sequence_shards import ALONE, ContextParallel
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
@@ -199,7 +199,7 @@ class CausalLoss(Loss):
         if self.group is None:
             return outputs
         size = group_size(self.group)
-        widths = [stop - first for first, stop in (stretch(self.vocab_size, rank, size) for rank in range(size))]
+        widths = [stop - first for first, stop in (shard_range(self.vocab_size, rank, size) for rank in range(size))]
         return gather_from_group(outputs, self.group, widths)
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:

@@ -23,7 +23,7 @@ from harness.console import Console
 from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel
-from harness.hf.context.plan import ContextPlan
+from harness.hf.context.plan import TokenSplitSupport
 from harness.hf.skeleton import ModelSource
 from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
@@ -130,7 +130,7 @@ RequirePackable: TypeAlias = Callable[[PretrainedConfig, int, torch.device, torc
 Arguments: the config, the number of rows in a micro-batch, the run's device and dtype.
 """
 
-PlanTokens: TypeAlias = Callable[[PretrainedConfig], ContextPlan]
+PlanTokens: TypeAlias = Callable[[PretrainedConfig], TokenSplitSupport]
 """Determines which modules of a config's model can compute a subset of the tokens."""
 
 

@@ -25,11 +25,11 @@ from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import TOGETHER, TokensApart, idle_tiles
+from harness.hf.context.plan import UNSPLIT, TokenSplit, idle_tiles
 from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
-from harness.parallel.context.stretches import ALONE, ContextParallel
+from harness.parallel.context.sequence_shards import ALONE, ContextParallel
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.token_exchange import Neighbours
@@ -198,7 +198,7 @@ def trainable_decoder(
         keep_fp32=can_keep_fp32(context.resolved),
         noise_alpha=args.neftune_noise_alpha,
         sequence_parallel=context.resolved.sequence_parallel,
-        apart=tokens_apart(source, context, parts.plan_tokens, shared=True),
+        apart=choose_token_split(source, context, parts.plan_tokens, shared=True),
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)
@@ -226,9 +226,9 @@ def _neighbours(context: EngineContext) -> Neighbours | None:
     return Neighbours(ranks=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
 
 
-def tokens_apart(
+def choose_token_split(
     source: ModelSource, context: EngineContext, plan_tokens: PlanTokens | None, *, shared: bool, most: int = 2**62
-) -> TokensApart:
+) -> TokenSplit:
     """Return how the run splits the tokens of a sequence over context ranks and into tiles.
 
     Args:
@@ -237,8 +237,8 @@ def tokens_apart(
     """
     resolved, group = context.resolved, context.groups.cp_group if shared else None
     if group is None and not (resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile):
-        return TOGETHER
-    return TokensApart(
+        return UNSPLIT
+    return TokenSplit(
         plan=needed(plan_tokens, "a split sequence", "harness.verify")(source.config),
         context=None if group is None else ContextParallel.of(group),
         loss_tile=min(resolved.loss_tile, most),

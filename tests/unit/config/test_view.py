@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.checking.rules.view import RunView, is_comment
 from harness.checking.schema.normalize import as_read
-from harness.config.model.shares import Heads, stretch
+from harness.config.model.sharding import Heads, shard_range
 from harness.config.text.document import from_values
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.pointers import bf16_section, lookup, put, whole
@@ -243,7 +243,7 @@ def test_a_schedule_has_its_parts(schedule: str, asked: int | None) -> None:
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_stretches_are_dealt_out_completely(total: int, size: int) -> None:
-    chunks = [stretch(total, index, size) for index in range(size)]
+    chunks = [shard_range(total, index, size) for index in range(size)]
     assert chunks[0][0] == 0 and chunks[-1][1] == total
     assert all(before[1] == after[0] for before, after in itertools.pairwise(chunks))
     lengths = [stop - start for start, stop in chunks]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig
 
-from harness.config.model.shares import Heads
+from harness.config.model.sharding import Heads
 from harness.errors import UserError
 from harness.parallel.plans.heads import Attention, attention_at, attention_below, blocks_of, deal, heads_of
 
@@ -59,7 +59,7 @@ def test_a_layer_may_have_heads_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "size", "options", "stretches"),
+    ("width", "size", "options", "ranges"),
     [
         pytest.param(6, 3, {}, [(0, 2), (2, 4), (4, 6)], id="equal"),
         pytest.param(7, 3, {}, [(0, 3), (3, 5), (5, 7)], id="the first has one more"),
@@ -75,8 +75,8 @@ def test_a_layer_may_have_heads_of_its_own() -> None:
         pytest.param(10, 1, {"heads": Heads(query=3, key_value=2)}, [(0, 10)], id="a rank alone has all"),
     ],
 )
-def test_a_width_is_dealt_out(width: int, size: int, options: dict[str, Any], stretches: list[Any]) -> None:
-    assert deal(width, size, "it", **options) == stretches
+def test_a_width_is_dealt_out(width: int, size: int, options: dict[str, Any], ranges: list[Any]) -> None:
+    assert deal(width, size, "it", **options) == ranges
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.config.model.shares import Heads, stretch
+from harness.config.model.sharding import Heads, shard_range
 from harness.parallel.tensor.shard import Shard, cut_parameter, mark, shard_of, share_of
 
 SIZES = st.integers(1, 5)
@@ -28,9 +28,9 @@ def test_what_the_owners_put_back_is_the_whole(
     shape[dim] = (size + more) * parts
     full = torch.arange(1, shape[0] * shape[1] + 1).view(*shape)
     written = torch.zeros_like(full)
-    stretches = [stretch(size + more, rank // copies, size) for rank in range(size * copies)]
+    ranges = [shard_range(size + more, rank // copies, size) for rank in range(size * copies)]
     for rank in range(size * copies):
-        shard = share_of((shape[0], shape[1]), dim, rank, stretches=stretches, parts=parts, multiple=multiple)
+        shard = share_of((shape[0], shape[1]), dim, rank, ranges=ranges, parts=parts, multiple=multiple)
         local = shard.take(full)
         assert tuple(local.shape) == shard.local_shape
         assert local.shape[dim] % multiple == 0
@@ -88,7 +88,7 @@ def test_parts_that_are_not_equal_and_ranks_without_a_share_are_refused(request_
 
 def test_a_cut_parameter_tells_its_shard_and_deepspeed_what_to_count() -> None:
     whole = nn.Parameter(torch.arange(8.0).view(4, 2), requires_grad=False)
-    owner, copy = (cut_parameter(whole, share_of((4, 2), 0, rank, stretches=COPIES)) for rank in (2, 3))
+    owner, copy = (cut_parameter(whole, share_of((4, 2), 0, rank, ranges=COPIES)) for rank in (2, 3))
     assert torch.equal(owner, copy)
     assert (owner.tensor_model_parallel, copy.tensor_model_parallel) == (True, False)  # type: ignore[attr-defined]
     assert not owner.requires_grad

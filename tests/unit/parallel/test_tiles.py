@@ -10,14 +10,14 @@ from transformers import LlamaConfig
 
 from harness.dry_run.ledger import Ledger
 from harness.hf.causal import assemble
-from harness.hf.context.plan import TokensApart
+from harness.hf.context.plan import TokenSplit
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tiles import LossTiles, tile_block, tiles
 from harness.topology.layout import Layout
-from harness.verify.stretches import context_plan
+from harness.verify.token_split import token_split_support
 
 WIDTH, INSIDE, VOCABULARY, TILE = 8, 256, 512, 16
 
@@ -141,7 +141,7 @@ RUNGS = {  # hidden states of all tokens in bf16 that a step of `SMALL` adds to 
 def step_peak(length: int, rung: str) -> int:
     """The peak of a forward and backward of `SMALL` in bf16, up to a rung of the ladder."""
     depth, tile = list(RUNGS).index(rung), 32
-    apart = TokensApart(plan=context_plan(SMALL), loss_tile=tile * (depth > 1), block_tile=tile * (depth > 2))
+    apart = TokenSplit(plan=token_split_support(SMALL), loss_tile=tile * (depth > 1), block_tile=tile * (depth > 2))
     causal = assemble(
         ModelSource(config=SMALL, weights=None, name="small"),
         tensor=TensorParallel(),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.config.model.plans import planless_family
-from harness.config.model.shares import Heads
+from harness.config.model.sharding import Heads
 from harness.config.text.diagnostic import Severity
 from harness.config.values.layout_keys import TENSOR
 from harness.wording import counted

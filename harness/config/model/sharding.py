@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-Stretch: TypeAlias = tuple[int, int]
+Range: TypeAlias = tuple[int, int]
 """(start, stop) of a range of entries."""
 
 
-def stretch(total: int, index: int, size: int) -> Stretch:
+def shard_range(total: int, index: int, size: int) -> Range:
     """Return part `index` of `total` entries in `size` parts; the first may have one entry more than the last."""
     least, longer = divmod(total, size)
     start = index * least + min(index, longer)
@@ -35,23 +35,23 @@ class Heads:
             return self.query % size == 0 and self.key_value % size == 0
         return size <= self.query
 
-    def queries(self, size: int) -> list[Stretch]:
+    def queries(self, size: int) -> list[Range]:
         """Return the query heads of every rank. `fit` must hold."""
         if self.query % self.key_value:
-            return [stretch(self.query, rank, size) for rank in range(size)]
+            return [shard_range(self.query, rank, size) for rank in range(size)]
         group = self.query // self.key_value
         if size <= self.key_value:
             return [(start * group, stop * group) for start, stop in self.key_values(size)]
         found = []
         for head in range(self.key_value):
-            first, last = stretch(size, head, self.key_value)
-            parts = (stretch(group, index, last - first) for index in range(last - first))
+            first, last = shard_range(size, head, self.key_value)
+            parts = (shard_range(group, index, last - first) for index in range(last - first))
             found += [(head * group + start, head * group + stop) for start, stop in parts]
         return found
 
-    def key_values(self, size: int) -> list[Stretch]:
+    def key_values(self, size: int) -> list[Range]:
         """Return the key/value heads of every rank, some of them on several ranks. `fit` must hold."""
         if size <= self.key_value:
-            return [stretch(self.key_value, rank, size) for rank in range(size)]
-        holders = [stretch(size, head, self.key_value) for head in range(self.key_value)]
+            return [shard_range(self.key_value, rank, size) for rank in range(size)]
+        holders = [shard_range(size, head, self.key_value) for head in range(self.key_value)]
         return [(head, head + 1) for head, (first, last) in enumerate(holders) for _ in range(first, last)]

@@ -1,6 +1,6 @@
 """Context ranks: which tokens of a sequence each keeps, and how ranks exchange tokens and heads.
 
-The tokens that a rank keeps are its *stretch*. If the number of ranks does not divide the length of the sequence, the
+The tokens that a rank keeps are its *shard*. If the number of ranks does not divide the length of the sequence, the
 first ranks keep one token more.
 
 Context ranks are data-parallel ranks: each rank's loss counts its own tokens, and DeepSpeed sums the gradients of all
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.model.shares import Stretch, stretch
+from harness.config.model.sharding import Range, shard_range
 from harness.parallel.comm import Context, apply, group_rank, group_size
 from harness.parallel.tensor.sequence import join_shares, start_reduce
 
@@ -35,27 +35,29 @@ class ContextParallel:
         """Return the calling rank's place in `group`; None is a group of one rank."""
         return cls(group=group, rank=group_rank(group), size=group_size(group))
 
-    def stretch(self, length: int) -> Stretch:
+    def token_range(self, length: int) -> Range:
         """Return start and stop of this rank's tokens of a sequence."""
-        return stretch(length, self.rank, self.size)
+        return shard_range(length, self.rank, self.size)
 
     def widths(self, length: int) -> tuple[int, ...]:
         """Return the number of tokens that each rank keeps."""
-        return tuple(stop - start for start, stop in (stretch(length, rank, self.size) for rank in range(self.size)))
+        return tuple(
+            stop - start for start, stop in (shard_range(length, rank, self.size) for rank in range(self.size))
+        )
 
     def own(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return a view of this rank's stretch along `dim`: for 1, [batch, own tokens, ...] of [batch, tokens, ...]."""
-        start, stop = self.stretch(whole.shape[dim])
+        """Return a view of this rank's shard along `dim`: for 1, [batch, own tokens, ...] of [batch, tokens, ...]."""
+        start, stop = self.token_range(whole.shape[dim])
         return whole.narrow(dim, start, stop - start)
 
     def join(self, share: Tensor, length: int, dim: int = 1) -> Tensor:
-        """Join the ranks' stretches along `dim`: for 1, [batch, own tokens, ...] into [batch, length, ...].
+        """Join the ranks' shards along `dim`: for 1, [batch, own tokens, ...] into [batch, length, ...].
 
         Backward: reduce-scatter the gradient, so that each rank keeps the sum for its own tokens.
         """
         if self.group is None:
             return share
-        joined = apply(_JoinStretches, share.movedim(dim, 1).contiguous(), self.group, self.widths(length))
+        joined = apply(_JoinShards, share.movedim(dim, 1).contiguous(), self.group, self.widths(length))
         return joined.movedim(1, dim)
 
 
@@ -80,8 +82,8 @@ class TokenRows:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of this rank's stretch."""
-        start, stop = self.context.stretch(self.length)
+        """Number of tokens of this rank's shard."""
+        start, stop = self.context.token_range(self.length)
         return stop - start
 
     def own(self, whole: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ def _is_flat(x: Tensor, batch: int, tokens: int) -> bool:
     return x.dim() == 2 and x.shape[0] == batch * tokens
 
 
-class _JoinStretches(torch.autograd.Function):
+class _JoinShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
         ctx.group = group
@@ -126,7 +128,7 @@ class _JoinStretches(torch.autograd.Function):
         return start_reduce(grad, ctx.group, ctx.widths)(), None, None
 
 
-def exchange_heads(x: Tensor, heads: list[Stretch], context: ContextParallel, length: int) -> Tensor:
+def exchange_heads(x: Tensor, heads: list[Range], context: ContextParallel, length: int) -> Tensor:
     """Exchange all heads of this rank's tokens, x [batch, heads, own tokens, size], for this rank's heads of all
     `length` tokens, [batch, own heads, length, size].
 
@@ -136,7 +138,7 @@ def exchange_heads(x: Tensor, heads: list[Stretch], context: ContextParallel, le
     return apply(_Exchange, x, _HeadsAndTokens(heads, context, context.widths(length), x.shape[1]), True)
 
 
-def exchange_tokens(x: Tensor, heads: list[Stretch], context: ContextParallel) -> Tensor:
+def exchange_tokens(x: Tensor, heads: list[Range], context: ContextParallel) -> Tensor:
     """Exchange this rank's heads of all tokens, x [batch, own heads, length, size], for all heads of this rank's
     tokens, [batch, heads, own tokens, size]. Each head must belong to one rank."""
     all_heads = max(stop for _, stop in heads)
@@ -153,7 +155,7 @@ class _HeadsAndTokens:
         all_heads: number of heads.
     """
 
-    heads: list[Stretch]
+    heads: list[Range]
     context: ContextParallel
     widths: tuple[int, ...]
     all_heads: int

@@ -1,7 +1,7 @@
-"""Find out by trial on a tiny copy which parts of a model can compute a stretch of the tokens. No family is named.
+"""Find out by trial on a tiny copy which parts of a model can compute a shard of the tokens. No family is named.
 
-Each block of a layer runs on all tokens, and on a stretch with the arguments that a rank would have. The block can work
-on a stretch if both runs have the same output there, and call transformers' attention interface with the same mask and
+Each block of a layer runs on all tokens, and on a shard with the arguments that a rank would have. The block can work
+on a shard if both runs have the same output there, and call transformers' attention interface with the same mask and
 options. In the trial a function that computes each token alone replaces attention, because real attention runs on
 exchanged heads and sees all tokens. The layer around its blocks, and the modules before and after the layers, are tried
 in the same way.
@@ -23,23 +23,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.errors import UserError
 from harness.hf.context.arguments import SplitArguments
 from harness.hf.context.layer import named_blocks
-from harness.hf.context.plan import ContextPlan, kind_of_layer, own_tokens
+from harness.hf.context.plan import TokenSplitSupport, kind_of_layer, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.hf.layers.attention import attention_of, on_any_device
 from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, same
 from harness.hf.skeleton import ModelSource
 from harness.parallel.context.attention import SharedAttention
-from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.generators import own_generators
 from harness.parallel.values import Argument
 from harness.verify.tiny_copy import shrink, tiny_ids, tiny_model
 
 TOLERANCE = 1e-5  # of the largest entry: sums over other numbers of rows in another order
-TRIED = ContextParallel(rank=1, size=3)  # a stretch that is neither at the beginning nor at the end
+TRIED = ContextParallel(rank=1, size=3)  # a shard that is neither at the beginning nor at the end
 
 
-def context_plan(config: PretrainedConfig) -> ContextPlan:
+def token_split_support(config: PretrainedConfig) -> TokenSplitSupport:
     """Return the plan that trials on a tiny copy give, cached. If no copy runs, all modules need all tokens."""
     return _plan(_Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config))
 
@@ -54,18 +54,18 @@ class _Tried:
 
 
 @lru_cache(maxsize=16)
-def _plan(tried: _Tried) -> ContextPlan:
+def _plan(tried: _Tried) -> TokenSplitSupport:
     try:
         model = tiny_model(shrink(tried.config)).eval()
         with own_generators(0), on_any_device(model):
             return _trial(model)
     except (UserError, *CANNOT_RUN) as error:
         reason = " ".join(str(error).split())[:200]
-        return ContextPlan(obstacle=f"could not be tried on a tiny copy ({reason})")
+        return TokenSplitSupport(obstacle=f"could not be tried on a tiny copy ({reason})")
 
 
 @torch.no_grad()
-def _trial(model: PreTrainedModel) -> ContextPlan:
+def _trial(model: PreTrainedModel) -> TokenSplitSupport:
     outer = OuterForward(ModelSource.of_model(model).skeleton(), torch.device("cpu"))
     ids = tiny_ids(model)
     rows = TokenRows(context=TRIED, batch=ids.shape[0], length=ids.shape[1])
@@ -95,7 +95,7 @@ def _trial(model: PreTrainedModel) -> ContextPlan:
         if trial.attends:
             attending.add(kind)
     known_kinds = {kind: names for kind, names in gathered.items() if names is not None}
-    return ContextPlan(
+    return TokenSplitSupport(
         gathered=known_kinds,
         alone=alone,
         attending=frozenset(attending & known_kinds.keys()),
@@ -110,7 +110,7 @@ def _trial_of_replayed(
     rows: TokenRows,
     payload: StagePayload,
     epilogue: dict[str, nn.Module],
-) -> ContextPlan:
+) -> TokenSplitSupport:
     """Try a model that passes on more than a hidden state; `payload` is that of its first layer.
 
     Its layers run one after the other, because later ones need the states of earlier ones. All of them compute all
@@ -125,11 +125,11 @@ def _trial_of_replayed(
         alone[kind] = alone.get(kind, trial.alone) & trial.alone
         hidden, inputs = outer.arguments(index, payload)  # again: a layer may change its arguments
         payload = outer.after(index, inputs, inputs.apply(layer, hidden), payload)
-    return ContextPlan(alone=alone, obstacle=_obstacle(outer, rows, payload, epilogue), whole=True)
+    return TokenSplitSupport(alone=alone, obstacle=_obstacle(outer, rows, payload, epilogue), whole=True)
 
 
 def _obstacle(outer: OuterForward, rows: TokenRows, payload: StagePayload, modules: dict[str, nn.Module]) -> str:
-    """Return why the modules after the layers cannot compute a stretch of the tokens; "" if they can."""
+    """Return why the modules after the layers cannot compute a shard of the tokens; "" if they can."""
     if outer.schema.names(len(outer.layers)):
         return "reads outputs of earlier layers after its last one"
     if payload.hidden.shape[:2] != (rows.batch, rows.length):
@@ -162,18 +162,18 @@ class _Asked(SharedAttention):
         self.asked.append((self._for_all_tokens(attention_mask), given))
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        start, stop = self.context.stretch(self.length)
+        start, stop = self.context.token_range(self.length)
         if any(x.shape[2] != stop - start for x in (query, key, value)):
             raise RuntimeError("attention gives keys other than those of its tokens")
         return (value * torch.tanh((query * key).sum(-1, keepdim=True))).transpose(1, 2).contiguous(), None
 
 
 class _LayerTrial:
-    """Tries a layer on a stretch.
+    """Tries a layer on a shard.
 
     Args:
-        rows: cuts tensors to the stretch.
-        inputs: the layer's arguments for the stretch.
+        rows: cuts tensors to the shard.
+        inputs: the layer's arguments for the shard.
         whole: those arguments that were cut, for all tokens, by the `id` of their cut parts.
 
     Attributes:
@@ -243,7 +243,7 @@ class _LayerTrial:
                 handle.remove()
 
     def _is_alone(self, block: nn.Module, given: Argument, _output: Argument, asked: list[object]) -> bool:
-        """Return whether tiles of a block that works on a stretch are exact and save memory."""
+        """Return whether tiles of a block that works on a shard are exact and save memory."""
         first = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
         takes_rows = first is not None and first.dim() > 2 and first.shape[:2] == (self.rows.batch, self.rows.tokens)
         # tiles save no memory in a single matrix product
@@ -268,7 +268,7 @@ class _LayerTrial:
         self.calls[name][-1] = (given, kept, asked.asked[first:])
 
     def _works(self, block: nn.Module, given: Argument, output: Argument, asked: list[object]) -> bool:
-        """Return whether a block's output for a stretch equals that stretch of its output for all tokens."""
+        """Return whether a block's output for a shard equals that shard of its output for all tokens."""
         return self._agrees(lambda: block(*given[0], **given[1]), output, asked)
 
     def _agrees(self, run: Callable[[], Argument], output: Argument, wanted: list[object]) -> bool:
@@ -305,7 +305,7 @@ def _return(output: Argument, *_args: object, **_kwargs: object) -> Argument:
 
 
 def _agree(run: Callable[[], Argument], rows: TokenRows, whole: Argument) -> bool:
-    """Return whether the output of `run`, for a stretch, equals that stretch of `whole`."""
+    """Return whether the output of `run`, for a shard, equals that shard of `whole`."""
     try:
         found = tree_leaves(run())
     except CANNOT_RUN:

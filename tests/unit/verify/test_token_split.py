@@ -9,23 +9,23 @@ import torch
 
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import TokensApart, idle_tiles, own_tokens
+from harness.hf.context.plan import TokenSplit, idle_tiles, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.masks import MaskRows
-from harness.parallel.context.stretches import ContextParallel
+from harness.parallel.context.sequence_shards import ContextParallel
 from harness.verify.comparison import find_difference
-from harness.verify.stretches import context_plan
 from harness.verify.tiny_copy import tiny_config, tiny_model
+from harness.verify.token_split import token_split_support
 
 CPU = torch.device("cpu")
 
 
 def in_tiles(source: ModelSource, tensor: TensorParallel, tile: int, *, loss: bool = False) -> CausalModel:
-    apart = TokensApart(
-        plan=context_plan(source.config), block_tile=tile, attention_tile=tile, loss_tile=tile if loss else 0
+    apart = TokenSplit(
+        plan=token_split_support(source.config), block_tile=tile, attention_tile=tile, loss_tile=tile if loss else 0
     )
     return assemble(source, tensor=tensor, device=CPU, dtype=torch.float32, seed=0, finish=lambda _: None, apart=apart)
 
@@ -41,13 +41,13 @@ def in_tiles(source: ModelSource, tensor: TensorParallel, tile: int, *, loss: bo
     ],
 )
 def test_what_mixes_tokens_in_its_own_way_needs_all_of_them(family: str, gathered: list[set[str]]) -> None:
-    plan = context_plan(tiny_config(family))
+    plan = token_split_support(tiny_config(family))
     assert sorted(map(sorted, plan.gathered.values())) == sorted(map(sorted, gathered))
     assert plan.prologue and plan.epilogue and not plan.whole
 
 
 def test_blocks_and_norms_compute_each_token_by_itself() -> None:
-    (alone,) = context_plan(tiny_config("llama")).alone.values()
+    (alone,) = token_split_support(tiny_config("llama")).alone.values()
     assert alone == {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -61,7 +61,7 @@ def test_blocks_and_norms_compute_each_token_by_itself() -> None:
     ],
 )
 def test_a_model_that_passes_on_more_than_a_hidden_state_may_still_be_tiled(family: str, alone: set[str]) -> None:
-    plan = context_plan(tiny_config(family))
+    plan = token_split_support(tiny_config(family))
     assert plan.whole and plan.epilogue
     assert alone <= frozenset.union(*plan.alone.values())
 
@@ -81,11 +81,14 @@ def test_tiles_of_the_loss_are_refused_with_the_true_reason(family: str, reason:
 def test_a_model_without_a_tiny_copy_is_not_said_to_combine_tokens() -> None:
     config = tiny_config("llama")
     config.hidden_act = "no such function"
-    assert "could not be tried on a tiny copy (no tiny copy of this llama model runs" in context_plan(config).obstacle
+    assert (
+        "could not be tried on a tiny copy (no tiny copy of this llama model runs"
+        in token_split_support(config).obstacle
+    )
 
 
 def test_attention_that_reads_other_keys_gets_all_tokens_and_the_other_blocks_do_not() -> None:
-    plan = context_plan(tiny_config("deepseek_v4"))
+    plan = token_split_support(tiny_config("deepseek_v4"))
     assert list(plan.gathered.values()) == [{"self_attn"}]
     assert all({"mlp", "input_layernorm"} <= alone for alone in plan.alone.values())
 
@@ -105,7 +108,7 @@ def test_tiles_without_effect_are_told(family: str, attention: str | None, idle:
     layers = [
         model.get_submodule(name) for name in OuterForward(ModelSource.of_model(model).skeleton(), CPU).layer_names
     ]
-    apart = TokensApart(plan=context_plan(model.config), block_tile=5, attention_tile=5)
+    apart = TokenSplit(plan=token_split_support(model.config), block_tile=5, attention_tile=5)
     assert [line.split(" has no effect")[0] for line in idle_tiles(apart, layers, attention)] == idle
 
 
