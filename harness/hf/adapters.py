@@ -1,4 +1,4 @@
-"""What training asks of adapters, which are trained instead of a model's own weights, and their names."""
+"""The interface of adapters, which are trained instead of a model's own weights, and their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Adapters(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Values of adapters by name in the model; others are initialised."""
+        """Existing adapter values by name in the model; others are initialised."""
 
     @property
     def rank(self) -> int:
@@ -38,7 +38,7 @@ class Adapters(Protocol):
         """Put the adapters' layers into `model`, on meta, and freeze the rest.
 
         Args:
-            keep_ties: whether tied weights must stay tied, because the checkpoint has values for only one of them.
+            keep_ties: whether tied weights must stay tied, because the checkpoint has values for only one.
 
         Raises:
             UserError: the adapters do not fit the model.
@@ -57,27 +57,27 @@ class Adapters(Protocol):
         local_logits: bool,
         neighbours: Neighbours,
     ) -> None:
-        """Cut a pipeline layer with its adapters; see `plans.apply.cut`. UserError if an adapter cannot follow."""
+        """Shard a pipeline layer with its adapters; see `plans.apply.cut`. UserError if an adapter cannot follow."""
 
     def fingerprint(self, base_seed: int | None) -> str:
         """Return the settings as JSON, equal for runs that can resume each other's checkpoints.
 
         Args:
-            base_seed: seed of a base model without weights of its own, else None.
+            base_seed: seed of a base model that is initialised, else None.
         """
 
     def base_checksums(self, source: ModelSource) -> dict[str, str]:
-        """Return the checksums of the base model's weights by name. UserError if they cannot be read."""
+        """Return checksums of the base model's weights by name. Raises UserError if they cannot be read."""
 
     def write_config(self, base: str, directory: Path) -> None:
-        """Write adapter_config.json for adapters on the model at `base`. One rank calls it. OSError if that fails."""
+        """Write adapter_config.json for adapters on the model at `base`; one rank calls it. Raises OSError."""
 
 
 def saved_name(name: str) -> str:
-    """Return the name under which peft stores a trained parameter of the model."""
+    """Return peft's name of a trained parameter."""
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter in the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(".base_layer", "")

@@ -1,7 +1,7 @@
 """Prepare a causal language model for a layout: its pipeline layers, their costs, and the form of its logits.
 
-Read `assemble` first: it plans the tensor-parallel cut, opens the weights, runs the model's forward without its layers,
-and lists the pipeline layers.
+Read `assemble` first: it plans tensor parallelism, opens the weights, runs the model's forward without its layers, and
+lists the pipeline layers.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def layer_costs(
 
     Args:
         layers: the modules of the prologue, of each decoder layer, and of the epilogue.
-        vocab_size: the number of logits.
-        sequence_length: tokens in a sample.
-        checkpointed: whether the activations of decoder layers are recomputed.
+        vocab_size: number of logits.
+        sequence_length: tokens per sample.
+        checkpointed: whether activation checkpointing recomputes decoder layers.
     """
     experts = experts_of(config.get_text_config(decoder=True).to_dict())
     first, *middle, last = (_weights(modules, *experts) for modules in layers)
@@ -114,9 +114,9 @@ class _Weights:
 
 
 def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
-    """Count the parameters by their use: in matrix products, in look-ups, and in elementwise operations.
+    """Count parameters by use: matrix products, look-ups, elementwise operations.
 
-    In a tensor that stacks the matrices of `experts` experts, only `chosen` count: a token is sent to no others.
+    Of a tensor that stacks the matrices of `experts` experts, only `chosen` experts count: a token uses no others.
     """
     tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
@@ -133,7 +133,7 @@ def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
 
 
 def _attention_width(config: PretrainedConfig, index: int) -> int:
-    """Return attention heads x head size of decoder layer `index`, as far as the config has them."""
+    """Return attention heads x head size of decoder layer `index`; 0 if the config does not state them."""
     text = config.get_text_config(decoder=True)
     layers = getattr(text, "per_layer_config", None) if hasattr(text, "num_hidden_layers") else None
     text = layers[index] if layers and index < len(layers) else text
@@ -143,10 +143,9 @@ def _attention_width(config: PretrainedConfig, index: int) -> int:
 
 
 def dtypes_in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> tuple[frozenset[str], dict[str, torch.dtype]]:
-    """Return the names of parameters that `from_pretrained(dtype=dtype)` keeps in float32, and name -> dtype of
-    buffers.
+    """Return names of parameters that `from_pretrained(dtype=dtype)` keeps in float32, and name -> dtype of buffers.
 
-    Build the model with `dtype` as the default dtype to find both. Parameters and saved buffers that the model's class
+    Both are found by building the model with `dtype` as the default dtype. Parameters and saved buffers that the class
     declares to keep in float32 come from that declaration.
     """
     if dtype == torch.float32:
@@ -175,21 +174,21 @@ def _kept(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> f
 
 @dataclass(frozen=True, kw_only=True)
 class CausalModel:
-    """A decoder cut for one rank; only its skeleton is built.
+    """A decoder sharded for one rank; only its skeleton is built.
 
     Attributes:
         layers: the pipeline layers, to be built stage by stage.
-        source: the model's config and weights, as they were read.
+        source: the model's config and weights as read.
         outer: the model's forward around its layers.
         vocab_size: number of logits, without padding.
-        local_logits: whether the epilogue returns only this rank's part of the vocabulary.
+        local_logits: whether the epilogue returns only this rank's shard of the vocabulary.
         form: how the model is written as a HuggingFace checkpoint.
-        unequal: parameters whose tensor-parallel shards have unequal sizes, by name with * for numbers.
-        router: collects the routers' logits for the model's own router loss; the epilogue then returns
-            (logits, router loss).
+        unequal: names, with * for numbers, of parameters whose tensor-parallel shards have unequal sizes.
+        router: collects router logits for the model's own router loss; the epilogue then returns (logits, router
+            loss).
         in_fp32: names of the parameters that the family keeps in float32 in a 16-bit model.
-        shares_sequence: whether sequence parallelism gives each tensor-parallel rank a share of the tokens.
-        apart: context ranks and tiles: how a subset of the tokens is computed at a time.
+        shares_sequence: whether sequence parallelism splits the tokens over tensor-parallel ranks.
+        apart: how a subset of the tokens is computed at a time, by context ranks and tiles.
         loss_tiles: lets the epilogue compute the loss in tiles; None if it returns logits.
     """
 
@@ -213,21 +212,18 @@ class CausalModel:
 
     @property
     def layer_names(self) -> list[str]:
-        """Class names of the pipeline layers, as `pipeline.partition` type:REGEX matches them."""
+        """Class names of the pipeline layers, for `pipeline.partition` type:REGEX."""
         return ["Prologue", *(type(layer).__name__ for layer in self.outer.layers), "Epilogue"]
 
     def parameter_counts(self, *, trained: bool = False) -> list[int]:
-        """Return the number of parameters (with `trained`, only trained ones) of each pipeline layer.
-
-        A tied parameter counts in each of its layers.
-        """
+        """Return each pipeline layer's number of (trained) parameters; a tied one counts in each of its layers."""
         return [
             sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad or not trained)
             for modules in self._modules()
         ]
 
     def size(self, *, trained: bool = False) -> int:
-        """Return the number of parameters (with `trained`, only trained ones) of the model; tied ones count once."""
+        """Return the model's number of (trained) parameters; tied ones count once."""
         parameters = {id(p): p for modules in self._modules() for module in modules for p in module.parameters()}
         return sum(p.numel() for p in parameters.values() if p.requires_grad or not trained)
 
@@ -266,17 +262,17 @@ def assemble(
 
     Args:
         tensor: this rank's place in its tensor-parallel group.
-        device, dtype, seed: those of the parameters that will be built; the seed if the source has no weights.
+        device, dtype, seed: of the parameters; the seed initialises them if the source has no weights.
         finish: called with each layer once it has its weights (ZeRO-3 partitions them).
-        experts: the data-parallel neighbours that hold other whole experts; None: each rank has a part of all experts.
+        experts: the data-parallel ranks that hold other whole experts; None if all experts are sharded.
         adaptation: adapters that are trained instead of the weights.
         router_loss: whether to add the model's own router loss.
-        part: the part of a parameter that `finish` keeps (ZeRO-3); only that is read or initialised.
+        part: the partition of a parameter that `finish` keeps (ZeRO-3); only it is read or initialised.
         whole_logits: whether each rank computes all logits.
-        keep_fp32: whether parameters that the family keeps in float32 stay in float32.
+        keep_fp32: whether parameters that the family keeps in float32 stay float32.
         noise_alpha: scale of NEFTune's noise on the embeddings.
-        sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
-        apart: context ranks and tiles: how a subset of the tokens is computed at a time.
+        sequence_parallel: whether tensor-parallel ranks split the tokens between the layers.
+        apart: how a subset of the tokens is computed at a time, by context ranks and tiles.
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
@@ -326,7 +322,7 @@ def assemble(
 
 
 def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Cast the buffers outside of pipeline layers, such as tables of positions, to the dtypes given by name."""
+    """Cast buffers outside the pipeline layers, such as rotary tables, to the dtypes given by name."""
     for path, module in model.named_modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             kind = dtypes.get(f"{path}.{key}" if path else key, buffer.dtype)
@@ -337,12 +333,12 @@ def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> 
 def _examine(
     source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
 ) -> tuple[OuterForward, RouterCapture | None]:
-    """Run the model's forward without its layers; return it, and a capture of its routers' logits if `router_loss`."""
+    """Analyse the model's forward around its layers; also return a capture of router logits if `router_loss`."""
     if source.prepare is not None:
         source.prepare(model)
-    # find the head first: `OuterForward` replaces it by a placeholder
+    # Find the head first: `OuterForward` replaces it by a placeholder.
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
-    with on_any_device(model):  # the forward is examined in fp32 and on meta, where flash-attention cannot run
+    with on_any_device(model):  # the analysis runs in fp32 and on meta, where flash-attention cannot run
         try:
             outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         except UserError as error:
@@ -358,7 +354,7 @@ def _computing_apart(
 ) -> Blueprint:
     """Return the blueprint of a model that computes a subset of the tokens at a time.
 
-    `tensor`: the tensor-parallel ranks, if sequence parallelism shares the tokens between the layers over them.
+    `tensor` is the tensor-parallel group if sequence parallelism splits the tokens over it, else None.
     """
     outer, shares = blueprint.outer, apart.context is not None or apart.attention_tile > 0
     if not apart.plan.whole:  # a rank that computes all tokens needs whole masks
@@ -418,7 +414,7 @@ def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: 
 
 
 def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
-    """Raise UserError for a tensor that is saved with the model but belongs to no pipeline layer."""
+    """Raise UserError for a saved tensor that belongs to no pipeline layer."""
     modules = {**outer.prologue, **dict(zip(outer.layer_names, outer.layers, strict=True)), **outer.epilogue}
     held = {f"{name}.{key}".lstrip(".") for name, module in modules.items() for key in module.state_dict()}
     leaves = (leaf for lazy in form.tensors.values() for leaf in lazy.leaves())
@@ -439,7 +435,7 @@ def _cut(
     adaptation: Adapters | None,
     layer: nn.Module,
 ) -> None:
-    """Cut a layer by the plan. Run its experts one by one if grouped matrix products cannot take them."""
+    """Shard a layer by the plan. Run its experts one by one if grouped matrix products do not support them."""
     if plan is not None:
         text = config.get_text_config(decoder=True)
         if adaptation is None:
@@ -473,7 +469,7 @@ def _weight_source(
 def _plan(
     source: ModelSource, model: PreTrainedModel, tensor: TensorParallel, experts: Neighbours | None
 ) -> Plan | None:
-    """Return the plan that cuts the model; None if nothing is to be cut. Raises UserError if the family has no plan."""
+    """Return the model's plan; None if nothing is sharded. Raises UserError if the family has no plan."""
     if tensor.size == 1 and (experts is None or experts.ranks.size == 1):
         return None
     built = model if source.model is None else build_skeleton(source.config)
@@ -488,9 +484,9 @@ def _plan(
 
 
 def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int, size: int) -> bool:
-    """Return whether the operations after the head (scaling, soft-capping) can be applied to a part of the vocabulary.
+    """Return whether the operations after the head (scaling, soft-capping) can run on a shard of the vocabulary.
 
-    Only then may a rank keep its part of the logits. A trial on random numbers decides: the result for a part must
+    Only then may a rank keep its shard of the logits. A trial on random numbers decides: the result for a part must
     equal that part of the result for the whole vocabulary.
     """
     head: nn.Module | None = None if plan is None else outer.epilogue.get(plan.head or "")

@@ -80,16 +80,16 @@ def embedding_noise(model: PreTrainedModel, alpha: float | None) -> EmbeddingNoi
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Everything that a pipeline layer of a model is built with.
+    """The inputs for building a pipeline layer of a model.
 
     Attributes:
         outer: the model's forward around its layers.
-        cut: cuts a layer's modules, on meta, for this tensor-parallel rank.
+        cut: shards a layer's modules, on meta, for this tensor-parallel rank.
         source: fills the weights.
         device, dtype: device and dtype of the parameters.
         finish: called with each layer once it has its weights (ZeRO-3 partitions them there).
         capture: collects router logits from the layers; the epilogue then returns (logits, router loss).
-        kept: names of the parameters that stay in float32, whatever `dtype`.
+        kept: names of the parameters that stay in float32 for any `dtype`.
         buffers: name -> dtype of floating buffers.
         noise: added to the token embeddings in training.
         sequence: how ranks share the hidden state between the layers; None: each has all of it.
@@ -97,7 +97,7 @@ class Blueprint:
         plan: which modules can compute a subset of the tokens; None without context ranks and tiles in layers.
         split: cuts the arguments of layers for a shard; None where no layer can.
         loss_tiles: lets the epilogue compute the loss in tiles of tokens.
-        block_tile: tokens that feed-forward blocks and norms compute at a time; 0: all.
+        block_tile: number of tokens that feed-forward blocks and norms compute at a time; 0 for all.
     """
 
     outer: OuterForward
@@ -119,7 +119,7 @@ class Blueprint:
 
     @property
     def schema(self) -> PayloadSpec:
-        """The tensors that layers pass on: those that the model's forward needs, and router logits."""
+        """The tensors that layers pass on: the states that the model's forward needs, and router logits."""
         schema, depth, capture = self.outer.schema, len(self.outer.layers), self.capture
         if capture is not None:
             for index in sorted(capture.layers):
@@ -132,7 +132,7 @@ class ModelLayer(nn.Module):
 
     Args:
         modules: name in the model -> module on meta.
-        leaves: returns the names of the modules that ZeRO-3 must gather as one; called only under ZeRO-3.
+        leaves: returns the names of the modules that ZeRO-3 must gather as a unit; called only under ZeRO-3.
     """
 
     recompute = False
@@ -141,15 +141,15 @@ class ModelLayer(nn.Module):
         self, blueprint: Blueprint, modules: Mapping[str, nn.Module], leaves: Callable[[], Iterable[str]] = tuple
     ) -> None:
         super().__init__()
-        # a copy: the modules in `outer` stay whole and on meta, so that a layer can be built again
+        # Copy, so that the modules in `outer` stay whole and on meta and a layer can be built again.
         for name, module in copy.deepcopy(dict(modules)).items():
             _nest(self, name, module)
         whole = copy.deepcopy(self)
-        # cut while on meta: a whole layer of a large model may not fit in memory
+        # Shard while on meta: a whole layer of a large model may not fit in memory.
         blueprint.cut(self)
         materialise(self, blueprint.device, blueprint.dtype, blueprint.kept, blueprint.buffers)
         blueprint.source.fill(self, whole)
-        # set only after the deep copies above, which would copy the whole model with it
+        # Set only after the deep copies above, which would otherwise copy the whole model.
         self.leaves = leaves
         blueprint.finish(self)
         self.outer = blueprint.outer
@@ -157,13 +157,16 @@ class ModelLayer(nn.Module):
         self.sequence = blueprint.sequence
 
     def __call__(self, value: Value) -> Value:
-        """Run the layer, with each tensor as its own argument. torch's backward hooks ignore tensors inside a tuple, so
-        ZeRO-3 would reduce a leaf module's gradients before they exist."""
+        """Run the layer with each tensor as its own argument.
+
+        torch's backward hooks ignore tensors inside a tuple, so ZeRO-3 would reduce a leaf module's gradients before
+        they exist.
+        """
         output: Value = super().__call__(*value) if isinstance(value, tuple) else super().__call__(value)
         return output
 
     def called(self, chain: Chain, value: Tensor) -> Tensor:
-        """Return the output of the modules of a chain, called one after the other; the first one gets `value`."""
+        """Call the modules of a chain one after the other, starting with `value`; return the last output."""
         for name in chain:
             value = self.get_submodule(name)(value)
         return value
@@ -176,11 +179,11 @@ class ModelLayer(nn.Module):
 class Prologue(ModelLayer):
     """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
 
-    The output, like that of every layer, also has the other tensors that later layers need (`forward/payload.py`).
+    Like every layer's, the output includes the other tensors that later layers need (`forward/payload.py`).
 
     Attributes:
-        chain: names of the modules, if it does nothing but call them one after the other; None: the model's forward
-            runs up to its first layer.
+        chain: names of the modules, if they are just called one after the other; if None, the model's forward runs up
+            to its first layer.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -205,7 +208,7 @@ class Prologue(ModelLayer):
             own = own_tokens(tokens, self.outer, self.sequence.context) if self.takes_shard else tokens
         payload = self._entered(own)
         if self.passes_tokens or tokens.positions is not None:
-            # copies: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids
+            # Copy: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids.
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
             payload = replace(payload, tokens=copies)
         if self.sequence is not None:
@@ -253,19 +256,18 @@ class DecoderLayer(ModelLayer):
             tile_block(layer.get_submodule(block), blueprint.block_tile)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the model's own layer."""
         return [self.get_submodule(self.name)]
 
     def forward(self, *value: Tensor) -> Value:
         """Return the next layer's input. The hidden state [batch, sequence, width] comes first in both."""
-        if self.is_plain and len(value) == 1:  # nothing else is passed on, not even position ids
+        if self.is_plain and len(value) == 1:  # only the hidden state is passed on, not even position ids
             (hidden,) = value
             shape = HiddenShape(hidden.shape[0], hidden.shape[1], hidden.dtype)
             inputs = self.outer.inputs.of_shape[shape][self.index]
             if self.outer.uses_rng:
                 self._expect(inputs, hidden)
             layer = self.get_submodule(self.name)
-            # nearly every model gives its layers the hidden state by position
+            # Nearly every model passes the hidden state by position.
             output = layer(hidden, *inputs.args, **inputs.kwargs) if inputs.key is None else inputs.apply(layer, hidden)
             state: Tensor = output[0] if isinstance(output, (tuple, list)) else output
             return state
@@ -283,7 +285,7 @@ class DecoderLayer(ModelLayer):
     def _on_share(
         self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
     ) -> StagePayload:
-        """Run the layer on this rank's share of the tokens; `inputs` and the shape of `whole` are for all tokens."""
+        """Run the layer on this rank's tokens; `inputs` and the shape of `whole` are for all tokens."""
         self._expect(inputs, whole, sequence)
         with ExitStack() as forward:
             if self.share is not None:
@@ -295,7 +297,7 @@ class DecoderLayer(ModelLayer):
     def _on_all_tokens(
         self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
     ) -> StagePayload:
-        """Run the layer on all tokens, but pass on only this rank's share of the result."""
+        """Run the layer on all tokens, but pass on only this rank's tokens."""
         joined, inputs = sequence.join_all(payload), with_whole_masks(inputs)
         self._expect(inputs, joined.hidden)
         passed = self._run(joined, joined.hidden, inputs)
@@ -334,21 +336,21 @@ class DecoderLayer(ModelLayer):
 
 
 class Epilogue(ModelLayer):
-    """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or this rank's part of it].
+    """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or vocabulary shard].
 
     With a router loss it returns (logits, router loss).
 
     Attributes:
-        chain: names of the modules, if it does nothing but call them one after the other; None: the model's forward
-            runs from its last layer on.
+        chain: names of the modules, if they are just called one after the other; if None, the model's forward runs from
+            its last layer on.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
-        # every tile calls its modules, so ZeRO-3 gathers the epilogue as one leaf
+        # Every tile calls the modules, so ZeRO-3 gathers the epilogue as one leaf.
         super().__init__(blueprint, blueprint.outer.epilogue, lambda: [""] if blueprint.loss_tiles is not None else [])
         self.tiles = blueprint.loss_tiles
         self.names = list(blueprint.outer.epilogue)
-        # an epilogue with dropout computes all tokens, so that its draws need no cut
+        # An epilogue with dropout computes all tokens, so that its random numbers need no cut.
         self.context = blueprint.context
         stays = blueprint.plan is not None and blueprint.plan.epilogue
         self.takes_shard = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
@@ -357,9 +359,9 @@ class Epilogue(ModelLayer):
         self.is_plain = self.sequence is None and self.context is None and self.tiles is None and self.capture is None
 
     def forward(self, *value: Tensor) -> Value:
-        """Return the logits [batch, sequence, vocabulary or this rank's part], with tiles the summed loss (a scalar).
+        """Return the logits [batch, sequence, vocabulary or its shard], or with tiles the summed loss (a scalar).
 
-        `value` begins with the hidden state [batch, sequence, width]. With a router loss (a scalar) return both.
+        `value` begins with the hidden state [batch, sequence, width]. With a router loss (a scalar), returns both.
         """
         if self.chain is not None and self.is_plain:
             return self.called(self.chain, value[0])
@@ -380,21 +382,20 @@ class Epilogue(ModelLayer):
         return self._own(logits), router_loss
 
     def _left(self, payload: StagePayload, **options: object) -> ForwardOutput:
-        """Return the output of the model's forward from its last layer on, with `options` as further arguments."""
+        """Run the model's forward from its last layer on, with `options` as further arguments; return its output."""
         modules = {name: self.get_submodule(name) for name in self.names}
         return self.outer.leave(payload, modules, self.training, **options)
 
     def _logits(self, payload: StagePayload) -> Tensor:
-        """Return the logits [batch, tokens, vocabulary or this rank's part] of the hidden state."""
+        """Return the logits [batch, tokens, vocabulary or vocabulary shard] of the hidden state."""
         logits: Tensor = self._left(payload).logits if self.chain is None else self.called(self.chain, payload.hidden)
         return logits
 
     def _logits_of_tile(self, payload: StagePayload, hidden: Tensor) -> Tensor:
-        """Return the logits of a subset of the tokens, from their hidden states."""
         return self._logits(replace(payload, hidden=hidden, tokens=None))
 
     def _router_loss(self, rows: TokenRows | None, payload: StagePayload) -> tuple[Tensor, Tensor]:
-        """Return the logits of the tokens in `payload`, and the router loss of all tokens."""
+        """Return the logits of the tokens in `payload` and the router loss of all tokens."""
         assert self.capture is not None
         taken = [payload.states[self.capture.state_name(index)] for index in sorted(self.capture.layers)]
         if rows is not None:
@@ -406,7 +407,7 @@ class Epilogue(ModelLayer):
         return logits if self.context is None or self.takes_shard else self.context.own(logits)
 
     def _cut(self, context: ContextParallel, payload: StagePayload) -> StagePayload:
-        """Return the payload for the epilogue where every rank has computed all tokens in all layers."""
+        """Return the epilogue's payload if every rank has computed all tokens in all layers."""
         return replace(payload, hidden=context.own(payload.hidden), states={}, tokens=None)
 
     def _joined(self, sequence: SharedSequence, payload: StagePayload) -> StagePayload:
@@ -418,7 +419,7 @@ class Epilogue(ModelLayer):
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
-    """Return the model's pipeline layers: prologue, decoder layers, epilogue; tied where the model ties their weights.
+    """Return the model's pipeline layers: prologue, decoder layers, epilogue, with the model's tied weights.
 
     Raises:
         UserError: a tie cannot be kept.
@@ -434,9 +435,9 @@ def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
 
 
 def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> frozenset[str]:
-    """Return the names, with * for numbers, of parameters that `cut` divides into shares of unequal size.
+    """Return the names, with * for numbers, of parameters that `cut` splits into unequal shards.
 
-    To find out, one layer of each kind is cut on meta.
+    To find out, one layer of each kind is sharded on meta.
 
     Raises:
         UserError: a layer cannot be cut.
@@ -456,7 +457,7 @@ def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> fro
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that several pipeline layers share: index of a layer -> their names in it, in one order."""
+    """Parameters shared by several pipeline layers: index of a layer -> their names in it, in the same order."""
 
     key: str
     names: dict[int, list[str]]
@@ -488,7 +489,7 @@ def find_ties(outer: OuterForward) -> list[Tie]:
 
 
 def _leaves(outer: OuterForward, index: int, tiled: Collection[str]) -> list[str]:
-    """Return the names of the modules that ZeRO-3 must gather as one in decoder layer `index`, also `tiled` blocks."""
+    """Return the names of the modules that ZeRO-3 must gather as a unit in layer `index`, including `tiled` blocks."""
     found = {name for name in outer.facts.zero3_leaves(index) if not any(name.startswith(f"{b}.") for b in tiled)}
     if "" not in found:  # the layer itself
         found |= set(tiled)
@@ -496,12 +497,12 @@ def _leaves(outer: OuterForward, index: int, tiled: Collection[str]) -> list[str
 
 
 def _tiled_blocks(blueprint: Blueprint, index: int) -> list[str]:
-    """Return the names, within decoder layer `index`, of the blocks that are computed in tiles."""
+    """Return the names of the blocks in decoder layer `index` that are computed in tiles."""
     if not blueprint.block_tile or blueprint.plan is None:
         return []
     layer, capture = blueprint.outer.layers[index], blueprint.capture
     named = ((name, layer.get_submodule(name)) for name in sorted(blueprint.plan.alone_in(layer)))
-    # a router must be called once, because its logits are captured from one call
+    # A router must be called once, because its logits are captured from one call.
     return [name for name, block in named if capture is None or not capture.has_router(block, name)]
 
 

@@ -1,4 +1,4 @@
-"""Find a model on disk and look at its files, without importing torch or transformers: a wrong name fails at once."""
+"""Locate a model's files without importing torch or transformers, so that a wrong name fails at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ DEFAULT_MODEL = "tiny-llama"
 
 
 def presets() -> list[str]:
-    """Return the names of the packaged model presets."""
     return sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
 
 
 def model_directory(name: str, flag: str = MODEL.flag) -> Path:
     """Return the directory of a preset, a path, or a hub id, whose files are downloaded if necessary.
 
-    Raises UserError, which names the `flag` that gave it, if it has no readable config.json.
+    Raises UserError, naming the `flag`, if it has no readable config.json.
     """
     directory = PRESETS / name if name in presets() else Path(name)
     if directory.is_file():
@@ -61,7 +60,7 @@ def model_directory(name: str, flag: str = MODEL.flag) -> Path:
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> None:
-    """Raise UserError for a tokenizer that has only special tokens, with which every text is empty.
+    """Raise UserError for a tokenizer with only special tokens, for which every text is empty.
 
     transformers makes such a tokenizer if the directory has its config but not its vocabulary.
     """
@@ -73,6 +72,6 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: str | os.P
 
 
 def plan_file(model_type: str) -> Path | None:
-    """Return the packaged tensor-parallel plan of a family that declares none itself, or None."""
+    """Return the packaged tensor-parallel plan of a family that declares none, or None."""
     path = PLANS / f"{model_type}.json"
     return path if path.is_file() else None

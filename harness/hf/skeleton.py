@@ -1,7 +1,7 @@
-"""A HuggingFace causal language model without weights, and where its weights come from.
+"""A HuggingFace causal language model without weights, and the source of its weights.
 
 A skeleton is the model on the meta device: it has every module and shape, but takes no memory. Each rank later
-allocates the layers that it keeps (`weights/layer_weights.py`), so no rank ever holds the whole model.
+allocates only its own layers (`weights/layer_weights.py`), so no rank ever holds the whole model.
 
 The skeleton is built from the config, or copied from a model in memory. A copy keeps the user's changes: replaced
 modules, settings, frozen and hand-tied parameters. Changes that a copy would lose (hooks, a forward set on an instance)
@@ -47,7 +47,7 @@ HARMLESS = ("transformers", "peft")
 
 
 def require_plain(model: PreTrainedModel) -> None:
-    """Raise UserError if a model in memory has anything that its trained copy would lose: hooks, forwards, a loss."""
+    """Raise UserError if a model in memory has something that its trained copy would lose: hooks, forwards, a loss."""
     for name, module in model.named_modules():
         where = name or type(model).__name__
         for place, kind in HOOKS.items():
@@ -80,7 +80,7 @@ def require_plain(model: PreTrainedModel) -> None:
 def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     """Return a copy of `model` on the meta device, in training mode, with all floating tensors in fp32.
 
-    `config` says which attention implementation to use. Raises UserError for modules that cannot be copied.
+    The attention implementation comes from `config`. Raises UserError for modules that cannot be copied.
     """
     memo: dict[int, Tensor] = {}
     for parameter in model.parameters():
@@ -88,7 +88,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
     memo |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
     try:
         skeleton = copy.deepcopy(model, memo)
-    except Exception as error:  # a module of the user's may hold anything
+    except Exception as error:  # a user's module may hold anything
         raise UserError(f"this {type(model).__name__} cannot be copied: {error}") from error
     skeleton.config.use_cache = False
     if getattr(skeleton.config, "output_router_logits", False):
@@ -105,7 +105,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
 
 
 def foreign_modules(model: nn.Module, built: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of `model` that differ in class, size or name from `built`, made from its config."""
+    """Yield (name, module) of `model` that differ in class, size or name from `built`, made from its config."""
     expected = dict(built.named_modules())
     for name, module in model.named_modules():
         other = expected.get(name)
@@ -118,7 +118,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def forget_broken_ties(model: PreTrainedModel) -> None:
-    """Remove ties from the model's list that the user has broken by hand."""
+    """Remove ties that the user has broken by hand from the model's list."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, other in list(model.all_tied_weights_keys.items()):
         if name in parameters and other in parameters and parameters[name] is not parameters[other]:
@@ -140,12 +140,12 @@ class ModelSource:
     """A model to train: its config, its weights, and perhaps the model in memory.
 
     Attributes:
-        name: its name in messages, as the user wrote it.
+        name: the model's name in messages, as the user wrote it.
         config: the HuggingFace config.
-        weights: directory with weight files, or name -> tensor; None if weights are to be initialised.
+        weights: directory with weight files, or name -> tensor; None to initialise.
         generation: the generation config, saved with the model.
-        model: the model in memory whose own modules are trained; None if they are made from the config.
-        has_values: whether the layers' tensors get values; False in a dry run.
+        model: the model in memory whose modules are trained; None to build them from the config.
+        has_values: whether tensors get values; False in a dry run.
         prepare: called with the model on the meta device, with its adapters, before it is cut.
     """
 
@@ -162,7 +162,7 @@ class ModelSource:
         """Return the source for a model in memory, with its weights and buffers.
 
         Raises:
-            UserError: it has several parts, or another class than its config stands for (so it may be no causal
+            UserError: the model has several parts, or another class than its config implies (so it may not be a causal
                 decoder), or something that training would lose (`require_plain`).
         """
         if is_composite(model.config):
@@ -186,7 +186,7 @@ class ModelSource:
         return cls(name=kind, config=model.config, weights=tensors, generation=model.generation_config, model=model)
 
     def skeleton(self) -> PreTrainedModel:
-        """Return the model on the meta device: a copy of the one in memory, or built from the config."""
+        """Return the model on the meta device, copied from memory or built from the config."""
         return build_skeleton(self.config) if self.model is None else skeleton_of(self.model, self.config)
 
 
@@ -224,7 +224,7 @@ def _read_generation(directory: Path) -> GenerationConfig | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of transformers' message about a config, and the second too if the first ends in ":"."""
+    """Return the first line of transformers' message about a config, plus the second if the first ends in ":"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, KeyError):  # its text is only the key
         return f"KeyError: {lines[0]}"
@@ -232,13 +232,13 @@ def _reason(error: Exception) -> str:
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Return whether a config is that of a vision-language model: a text decoder with encoders of images."""
+    """Return whether a config describes a vision-language model: a text decoder with image encoders."""
     with_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return with_images and isinstance(getattr(config, "text_config", None), PretrainedConfig)
 
 
 def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the text decoder of a vision-language model, with a warning, or any other config unchanged.
+    """Return a vision-language model's text decoder config, with a warning, or any other config unchanged.
 
     Raises:
         UserError: transformers has no causal class for the text decoder alone.
@@ -262,7 +262,7 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the causal class that transformers has for a config, or that was registered for it; None if there is none.
+    """Return transformers' causal class for a config, or the one registered for it, or None.
 
     transformers lists some text decoders under the model type of their whole model alone, and has only the parts of
     others (`text_part.py`). Such a class is registered, so that AutoModelForCausalLM builds and loads it, too.
@@ -286,7 +286,7 @@ def _classes(kind: type[PretrainedConfig], names: Mapping[str, str]) -> list[str
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence that a model accepts; None if its config sets no limit (some write -1)."""
+    """Return a model's longest sequence; None if its config sets no limit (some write -1)."""
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 

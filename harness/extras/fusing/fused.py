@@ -1,16 +1,16 @@
-"""Norms, rotary embeddings and gated activations in fewer passes over memory than models of transformers make.
+"""Norms, rotary embeddings and gated activations with fewer passes over memory than in transformers' models.
 
-transformers computes each by many small operations: a norm is square, mean, root, product, product. Each reads and
+transformers computes each with many small operations: a norm is square, mean, root, product, product. Each reads and
 writes a whole hidden state, needs two or three more in the backward pass, and takes Python some microseconds to launch.
 
-- On a GPU a norm is torch's own fused one, and the others are kernels of `harness/device/kernels`. They give
+- On a GPU a norm is torch's fused norm, and the others are kernels of `harness/device/kernels`. They give
   transformers' numbers up to the last bit of the dtype.
 - On a CPU, in float32, the forward of a norm reads the hidden state twice, and a rotation changes each half of a head
   in one operation. In 16 bits transformers' own code runs there: fewer operations would round differently.
 
-The code of a norm or a rotation is replaced only if it equals, word for word, the code that `fused.json` names, which
-most families share. On a GPU, so is each `x * cos + rotate_half(x) * sin` of the families that rotate a part of a head,
-and any product of `self.act_fn(...)` with something else, a gated activation.
+A norm or rotation is replaced only if its code equals, token for token, the code that `fused.json` names, which most
+families share. On a GPU, so are `x * cos + rotate_half(x) * sin` in families that rotate a part of a head, and any
+product of `self.act_fn(...)` with something else, a gated activation.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ REPLACED: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_t
 """Purpose -> code of transformers, as `module:name`."""
 ROTATION, HALF = (REPLACED[key].rpartition(":")[2] for key in ("rotation", "half"))
 GATE, TURN = "_harness_gate", "_harness_turn"
-"""The names by which rewritten code calls `_gate` and `_turn`."""
+"""Names under which rewritten code calls `_gate` and `_turn`."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """Activations of transformers -> those of `kernels.gate`."""
 
 
 def fuse(layer: nn.Module, device: torch.device) -> None:
-    """Make the RMS norms, rotary embeddings and gated activations of a layer on `device` take fewer operations.
+    """Fuse the RMS norms, rotary embeddings and gated activations of a layer on `device`.
 
-    Other models of the same family in this process are not changed.
+    Other models of the same family in this process are unchanged.
     """
     has_kernels = kernels.usable(device)
     for module in layer.modules():
@@ -66,7 +66,7 @@ def fuse(layer: nn.Module, device: torch.device) -> None:
 
 
 def with_globals(function: FunctionType, values: Mapping[str, object]) -> FunctionType:
-    """Return a copy of a function that reads `values` in place of its module's globals of these names."""
+    """Return a copy of a function that reads `values` instead of its module's globals of these names."""
     scope = {**function.__globals__, **values}
     copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
@@ -74,7 +74,7 @@ def with_globals(function: FunctionType, values: Mapping[str, object]) -> Functi
 
 
 def reads_globals(function: object, names: Iterable[str]) -> TypeGuard[FunctionType]:
-    """Return whether a plain function's own code reads one of these globals; decorators are not looked into."""
+    """Return whether a plain function's own code, without decorators, reads one of these globals."""
     return isinstance(function, FunctionType) and not set(names).isdisjoint(function.__code__.co_names)
 
 
@@ -172,7 +172,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Norm(Protocol):
-    """What the norms of transformers have."""
+    """The attributes of transformers' norms."""
 
     weight: Tensor
     variance_epsilon: float  # Llama's
@@ -194,7 +194,7 @@ def _norm_of_torch(self: _Norm, hidden_states: Tensor) -> Tensor:
 
 
 def _offset_norm(self: _Norm, x: Tensor) -> Tensor:
-    """Return the norm of the Gemma family, whose weights are stored less one, in float32."""
+    """Return the norm of the Gemma family, which stores weights minus one, in float32."""
     return functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
@@ -206,11 +206,11 @@ def _fused_rotation(forward: FunctionType, has_kernels: bool) -> Callable[..., t
         return None
     if _reads_as(plain, "rotation"):
         return _fused(plain, has_kernels)
-    return _rewritten(plain, TURN) if has_kernels else None  # as of families that rotate a part of each head
+    return _rewritten(plain, TURN) if has_kernels else None  # families that rotate a part of each head
 
 
 def _fused(plain: Callable[..., tuple[Tensor, Tensor]], has_kernels: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a family's `apply_rotary_pos_emb` that is fused where angles are as wide as heads, and of one dtype.
+    """Return a family's `apply_rotary_pos_emb`, fused for angles as wide as heads and of the same dtype.
 
     Without kernels that dtype must be float32.
     """
@@ -234,7 +234,7 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]], has_kernels: bool) -> Ca
 
 
 def _activations(module: nn.Module) -> Iterable[tuple[str, str]]:
-    """Yield the attributes of a module that are activations of `kernels.gate`, each with its name there."""
+    """Yield (attribute, name in `kernels.gate`) of a module's supported activations."""
     for attribute, child in module.named_children():
         for name, ours in ACTIVATIONS.items():
             known = ACT2FN[name]
@@ -244,7 +244,7 @@ def _activations(module: nn.Module) -> Iterable[tuple[str, str]]:
 
 
 def _gate(activation: str, plain: nn.Module, gates: Tensor, ups: Tensor) -> Tensor:
-    """Return plain(gates) * ups, by one kernel where it fits."""
+    """Return plain(gates) * ups, by one kernel if it applies."""
     both = type(gates) is Tensor and type(ups) is Tensor
     fits = both and gates.dtype == ups.dtype and gates.shape == ups.shape and gates.numel()
     if not fits or kernels.row_stride(gates) is None or kernels.row_stride(ups) is None:
@@ -255,7 +255,7 @@ def _gate(activation: str, plain: nn.Module, gates: Tensor, ups: Tensor) -> Tens
 
 
 def _turn(half: Callable[[Tensor], Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x * cos + half(x) * sin, by one kernel where it fits."""
+    """Return x * cos + half(x) * sin, by one kernel if it applies."""
     fits = type(x) is Tensor and x.dtype == cos.dtype == sin.dtype and x.dim() == 4 and x.shape[-1] % 2 == 0
     of_heads = [(batch, 1, *x.shape[2:]) for batch in (1, len(x))]  # angles of all samples, or of each
     fits = fits and cos.shape == sin.shape and tuple(cos.shape) in of_heads
@@ -316,7 +316,7 @@ class _WithGates(ast.NodeTransformer):
 
 @cache
 def _rewritten(function: object, by: str, activations: tuple[tuple[str, str], ...] = ()) -> FunctionType | None:
-    """Return a function that calls `_gate` or `_turn`; None if it has nothing to replace, or is no plain function."""
+    """Return a function rewritten to call `_gate` or `_turn`; None if nothing applies or it is not a plain function."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__") or function.__closure__:
         return None
     if (tree := _parsed(function)) is None or tree.decorator_list:
@@ -325,7 +325,7 @@ def _rewritten(function: object, by: str, activations: tuple[tuple[str, str], ..
     rewriting.visit(tree)
     if not rewriting.found:
         return None
-    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)  # so that a traceback shows the family's own line
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)  # a traceback shows the family's own line
     module = ast.fix_missing_locations(ast.Module([tree], []))
     scope = {**function.__globals__, GATE: _gate, TURN: _turn}
     exec(compile(module, function.__code__.co_filename, "exec"), scope)  # transformers' code, parsed above
@@ -336,7 +336,7 @@ def _rewritten(function: object, by: str, activations: tuple[tuple[str, str], ..
 
 @cache
 def _reads_as(function: object, replaced: str) -> bool:
-    """Return whether a function's code equals the code that is replaced, except for comments and types."""
+    """Return whether a function's code equals the code to replace, except for comments and types."""
     return function is not None and (found := _code(function)) is not None and found == _code_of(replaced)
 
 

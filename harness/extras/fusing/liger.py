@@ -1,7 +1,7 @@
-"""Use kernels of the package liger-kernel in a model's norms, dense feed-forward blocks and rotary embedding.
+"""Use liger-kernel's kernels in a model's norms, dense feed-forward blocks and rotary embedding.
 
-Liger patches a model by its family. Here it patches a copy of the model without weights, and the patches found there
-are applied to the layers that a rank builds. So layers may be cut, and no other model of the process is changed.
+Liger patches a model by family. Here it patches a copy of the model without weights, and these patches are applied to
+the layers that a rank builds. So layers may be sharded, and no other model in the process changes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ NOT_THE_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 @dataclass(frozen=True)
 class FusedModule:
-    """A change to a module: its new forward, and the attributes that this reads."""
+    """A change to a module: a new forward and the attributes it reads."""
 
     forward: Callable[..., Any]
     attributes: Mapping[str, object]
 
     def put_into(self, module: nn.Module) -> None:
-        """Make the change to a module."""
         for name, value in self.attributes.items():
             setattr(module, name, value)
         module.forward = MethodType(self.forward, module)
@@ -50,7 +49,7 @@ class LigerKernels:
     modules: Mapping[str, FusedModule]
 
     def put_into(self, layer: nn.Module) -> None:
-        """Make the changes to the modules of a pipeline layer, which have their names in the model."""
+        """Change the modules of a pipeline layer, which have their names in the model."""
         for name, module in layer.named_modules():
             if name in self.modules:
                 self.modules[name].put_into(module)
@@ -59,7 +58,7 @@ class LigerKernels:
 def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernels:
     """Return the changes that Liger makes to the model of `config`.
 
-    Raises UserError if its package or a GPU is missing, and for a family that it does not know.
+    Raises UserError if the package or a GPU is missing, or Liger does not support the family.
     """
     has_device = device.type != "cpu" or _interpreted()
     if not has_device or find_spec("liger_kernel") is None:
@@ -92,7 +91,7 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
 
 
 def _taken(module: nn.Module) -> bool:
-    """Return whether to use Liger's forward. A module with matrices of its own (experts) may be cut: it keeps ours."""
+    """Return whether to use Liger's forward. A module with its own matrices (experts) may be sharded and keeps ours."""
     return "forward" in vars(module) and all(own.dim() < 2 for own in module.parameters(recurse=False))
 
 
@@ -106,9 +105,9 @@ def _changes(module: nn.Module, before: set[str]) -> FusedModule:
 
 
 def _taken_back(home: ModuleType, names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Restore the functions and classes of a family's file that Liger has replaced; return Liger's functions by name.
+    """Restore the functions and classes of a family's file that Liger replaced; return Liger's functions by name.
 
-    They call the replaced function for tensors without values: the harness also runs forwards on the meta device.
+    For tensors without values they call the original, because the harness also runs forwards on the meta device.
     """
     kernels: dict[str, Callable[..., Any]] = {}
     for name, old in names.items():
@@ -131,5 +130,5 @@ def _where_there_are_values(kernel: Callable[..., Any], plain: Callable[..., Any
 
 
 def _interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU, which is only fit for tests."""
+    """Return whether Triton interprets kernels on the CPU, as in tests."""
     return inherited("TRITON_INTERPRET").get("TRITON_INTERPRET") == "1"

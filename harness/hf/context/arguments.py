@@ -16,7 +16,7 @@ from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.sequence_shards import ContextParallel
 
 Leaf: TypeAlias = tuple[int | str, int]
-"""A tensor among a layer's arguments: the argument's position or name, and the tensor's number within it."""
+"""A tensor among a layer's arguments: the argument's position or name, and the tensor's index within it."""
 
 BATCH, LENGTHS = 2, (11, 13)
 
@@ -26,15 +26,14 @@ class SplitArguments:
     """Cuts the arguments of a model's layers.
 
     Attributes:
-        dims: for each layer, tensor -> the dimension in which it has one entry per token. Tensors that are not in it
-            are not cut.
+        dims: for each layer, tensor -> its token dimension; other tensors are not cut.
     """
 
     dims: tuple[Mapping[Leaf, int], ...]
 
     @classmethod
     def of(cls, outer: OuterForward) -> SplitArguments:
-        """Find the token dimensions: those in which a tensor's shape differs between two sequence lengths."""
+        """Find the token dimensions, in which a tensor's shape differs between two sequence lengths."""
         runs = []
         for length in LENGTHS:
             ids = torch.zeros((BATCH, length), dtype=torch.long, device=outer.device)
@@ -47,8 +46,8 @@ class SplitArguments:
     ) -> tuple[LayerInputs, dict[int, Tensor]]:
         """Return the arguments of layer `index` for this rank's shard of sequences of `length` tokens.
 
-        Tensors with a dimension of `length` tokens, [..., length, ...], become [..., own tokens, ...]. Also return the
-        whole tensors, as they were before the cut, by the `id` of their cut parts.
+        Tensors with a dimension of `length` tokens, [..., length, ...], become [..., own tokens, ...]. Also returns the
+        uncut tensors by the `id` of their cut parts.
         """
         dims, places = self.dims[index], iter([leaf for leaf, _ in _leaves(inputs)])
         whole: dict[int, Tensor] = {}

@@ -44,7 +44,7 @@ class ContextParallelLayer:
     Args:
         gathered: names of the blocks that need all tokens.
         split: cuts the layer's arguments.
-        index: number of the layer in the model.
+        index: index of the layer in the model.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ContextParallelLayer:
         self.gathered = [layer.get_submodule(name) for name in gathered]
 
     def gather_blocks(self) -> None:
-        """Give the gathered blocks all tokens. Call it last: its hooks need the inputs after all other hooks."""
+        """Run the gathered blocks on all tokens. Call it last: its hooks need the inputs after all other hooks."""
         for block in self.gathered:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
             block.register_forward_hook(self._after, prepend=True, always_call=True)

@@ -1,4 +1,4 @@
-"""Which parts of a model can compute a subset of the tokens at a time.
+"""The parts of a model that can compute a subset of the tokens at a time.
 
 `harness/verify/token_split.py` finds that out by trial on a tiny copy.
 """
@@ -22,12 +22,13 @@ class TokenSplitSupport:
     """Which parts of a model can compute a shard of the tokens.
 
     Attributes:
-        gathered: for each kind of layer that can, the blocks in it that need all tokens. A kind that is missing cannot.
-        alone: for each kind of layer, its blocks and norms that compute each token by itself, without attention.
+        gathered: kind of layer that can -> its blocks that need all tokens. A missing kind cannot.
+        alone: kind of layer -> its blocks and norms that compute each token by itself, without attention.
         attending: the kinds of layers whose attention can compute some queries at a time.
         prologue: whether the modules before the layers can.
         obstacle: why the modules after the layers cannot, to follow the name of the model; "" if they can.
-        whole: the model passes on more than a hidden state, so every rank computes all tokens in all layers.
+        whole: whether every rank computes all tokens in all layers, because the model passes on more than a hidden
+            state.
     """
 
     gathered: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class TokenSplitSupport:
         return not self.obstacle
 
     def blocks_of(self, layer: nn.Module) -> frozenset[str] | None:
-        """Return the blocks of a layer that need all tokens; None where the whole layer does."""
+        """Return the blocks of a layer that need all tokens; None if the whole layer does."""
         return None if self.whole else self.gathered.get(kind_of_layer(layer))
 
     def alone_in(self, layer: nn.Module) -> frozenset[str]:
@@ -56,11 +57,11 @@ class TokenSplit:
     """How this rank computes a subset of the tokens at a time.
 
     Attributes:
-        plan: which parts of the model can.
-        context: this rank and those that share the sequence with it; None where it is alone.
-        loss_tile: tokens whose logits and loss are computed at a time; 0: all.
-        block_tile: tokens for which feed-forward blocks and norms are computed at a time; 0: all.
-        attention_tile: queries for which masks and attention are computed at a time, if there is a mask; 0: all.
+        plan: the parts of the model that support this.
+        context: context-parallel group; None if its size is 1.
+        loss_tile: number of tokens whose logits and loss are computed at a time; 0 for all.
+        block_tile: number of tokens that feed-forward blocks and norms compute at a time; 0 for all.
+        attention_tile: number of queries whose mask and attention are computed at a time, if masked; 0 for all.
     """
 
     plan: TokenSplitSupport = field(default_factory=TokenSplitSupport)
@@ -80,7 +81,7 @@ UNSPLIT = TokenSplit()
 
 
 def kind_of_layer(layer: nn.Module) -> Hashable:
-    """Return a key that a layer, with or without adapters, has in common with the same layer of the tiny copy."""
+    """Return a key that is equal for a layer, with or without adapters, and the same layer of a tiny copy."""
     return type(layer).__name__, tuple(
         (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
     )
@@ -108,8 +109,8 @@ def idle_tiles(apart: TokenSplit, layers: Sequence[nn.Module], attention: str | 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
     """Return the tokens of this rank's shard, with their positions in the whole sequence if the model takes any.
 
-    `is_packed` is False: no layer uses masks that are made from these tokens. transformers looks up tokens by their
-    positions, so it could not make masks that keep documents apart.
+    `is_packed` is False: no layer uses masks made from these tokens. transformers looks up tokens by position, so it
+    could not make masks that keep documents apart.
     """
     positions = tokens.positions
     if positions is None and outer.takes_positions:

@@ -1,4 +1,4 @@
-"""How ranks share the hidden state between layers.
+"""How ranks split the hidden state between layers.
 
 Each context rank has a shard of the sequence. With sequence parallelism its tensor-parallel ranks share that shard.
 """
@@ -38,7 +38,7 @@ def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:
 class SharedSequence:
     """Splits and joins the hidden state between layers, where each rank holds a share of the tokens.
 
-    If the shares are unequal, token ids are passed on too: only they tell the length of the whole sequence.
+    With unequal shares, token ids are passed on too, because only they show the length of the whole sequence.
 
     Attributes:
         group: the tensor-parallel ranks that share a shard; None: each of them has the whole shard.
@@ -50,11 +50,10 @@ class SharedSequence:
 
     @property
     def size(self) -> int:
-        """How many shares there are of a sequence."""
+        """The number of shares of a sequence."""
         return self.context.size * group_size(self.group)
 
     def require_enough(self, tokens: Tokens) -> None:
-        """Raise UserError for sequences so short that some rank would have no token."""
         require_enough(tokens, self.context.size, group_size(self.group))
 
     def split(self, payload: StagePayload, tokens: Tokens) -> StagePayload:
@@ -85,7 +84,7 @@ class SharedSequence:
         return stop - start
 
     def as_whole(self, payload: StagePayload) -> StagePayload:
-        """Return the payload with a hidden state of the whole sequence's shape: one token, expanded without a copy."""
+        """Return the payload with a hidden state of the whole sequence's shape: one token expanded without a copy."""
         token = payload.hidden.detach()[:, :1]
         return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
 
@@ -100,6 +99,6 @@ class SharedSequence:
         return TokenRows(context=self.context, batch=whole.shape[0], length=whole.shape[1])
 
     def join_all(self, payload: StagePayload) -> StagePayload:
-        """Return the payload with the hidden state of the whole sequence, joined from the shares of all ranks."""
+        """Return the payload with the whole sequence's hidden state, joined from the shares of all ranks."""
         joined = self.join(payload)
         return replace(joined, hidden=self.context.join(joined.hidden, self.length(payload)))

@@ -1,4 +1,4 @@
-"""Find out what a model's forward does around its decoder layers, by running it.
+"""Analyse what a model's forward does around its decoder layers, by running it.
 
 A probe runs the forward with random tensors as the outputs of all layers and of the modules around them. Two probes
 that differ in one of these tensors, or in the token ids, show which layers' inputs depend on it, and whether the
@@ -50,12 +50,12 @@ class ForwardProbe(ForwardRun):
     """A run on random tensors that records the arguments of every layer.
 
     Attributes:
-        random: the random tensors, without those in `changed`; drawn once for all probes.
-        sources: name of each random tensor -> index of the layer that returns it; -1: a module before the first layer.
+        random: the random tensors, except the ones in `changed`; drawn once for all probes.
+        sources: name of each random tensor -> index of the layer that returns it; -1 before the first layer.
         calls: the arguments of each layer: hidden state and inputs.
         outputs: the hidden state that each layer returns.
         tail: the arguments of the modules after the last layer, and the logits.
-        phases: name of a module -> number of layers that had been reached when it was called.
+        phases: name of a module -> numbers of layers that had been reached at its calls.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ForwardProbe(ForwardRun):
             self.tail.append(forward.run(Tokens(ids.to(forward.device)), self))
 
     def module_output(self, module: str, like: Tensor, arguments: Call) -> Tensor:
-        """Return a random tensor of the shape of `like` (any shape); note how many layers have been reached."""
+        """Return a random tensor of the shape of `like`; record how many layers have been reached."""
         reached = len(self.calls)
         self.phases[module].add(reached)
         name = self.next_name(module)
@@ -85,7 +85,7 @@ class ForwardProbe(ForwardRun):
         return self._source(name, -1, like)
 
     def passes_on(self, index: int) -> bool:
-        """Return whether layer `index` gets exactly the hidden state that the previous layer returned."""
+        """Return whether layer `index` receives exactly the hidden state that the previous layer returned."""
         return index == 0 or same(self.calls[index][0], self.outputs[index - 1])
 
     def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class ForwardProbe(ForwardRun):
 
 
 def analyze(forward: PlaceholderForward) -> ForwardAnalysis:
-    """Find the modules before the first layer, and the tensors that layers pass on.
+    """Find the modules before the first layer and the tensors that layers pass on.
 
     Raises UserError if the model cannot be cut.
     """
@@ -139,7 +139,7 @@ def analyze(forward: PlaceholderForward) -> ForwardAnalysis:
         last_use = _last_uses(forward, base)
     states = tuple(state for name, made in base.sources.items() if (state := _state(name, made, last_use)) is not None)
     replayed = bool(states) or any(not base.passes_on(index) for index in range(len(base.calls)))
-    # masks need the shape of the ids: a hidden state that does not begin with [batch, sequence] does not tell it
+    # Masks need the shape of the ids, which a hidden state that does not begin with [batch, sequence] does not show.
     shapes_differ = any(hidden.shape[:2] != (BATCH, SEQUENCE) for hidden, _ in base.calls)
     tokens = replayed or shapes_differ or _last_change(base, other_ids) >= 0
     return ForwardAnalysis(
@@ -151,7 +151,7 @@ def analyze(forward: PlaceholderForward) -> ForwardAnalysis:
 
 
 def _failed_in(error: BaseException) -> str:
-    """Return the qualified name of the innermost function of the model's own code in an error's traceback."""
+    """Return the qualified name of the innermost function in an error's traceback that is the model's own code."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     own = [frame for frame in frames if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_MODELS]
     return own[-1].f_code.co_qualname.partition(".<locals>")[0] if own else "its forward"
@@ -174,7 +174,7 @@ def _prologue(forward: PlaceholderForward, base: ForwardProbe) -> frozenset[str]
 
 def _state(name: str, made: int, last_use: dict[str, int]) -> CarriedTensor | None:
     used = last_use.get(name, -1)
-    if name == hidden_name(made):  # the next layer gets it as its hidden state
+    if name == hidden_name(made):  # the next layer receives it as its hidden state
         made += 1
     return CarriedTensor(name=name, made=made, used=used) if used > made else None
 
@@ -192,15 +192,15 @@ def _last_uses(forward: PlaceholderForward, base: ForwardProbe) -> dict[str, int
         half = len(sources) // 2
         return search(sources[:half]) | search(sources[half:])
 
-    # without the last hidden state: the epilogue reads it in every model
+    # Except the last hidden state, which the epilogue reads in every model.
     return search([name for name in base.sources if name != hidden_name(len(base.calls) - 1)])
 
 
 def _last_change(base: ForwardProbe, other: ForwardProbe) -> int:
     """Return the index of the last layer whose arguments differ between two probes.
 
-    A hidden state that the previous layer returned does not count as an argument. Return the number of layers if the
-    epilogue's arguments or the logits differ, and -1 if nothing does.
+    The previous layer's hidden state does not count as an argument. Returns the number of layers if the epilogue's
+    arguments or the logits differ, and -1 if nothing differs.
     """
     if not same(base.tail, other.tail):
         return len(base.calls)

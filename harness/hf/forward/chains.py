@@ -1,9 +1,9 @@
-"""Find out whether a model's forward, around its decoder layers, only calls modules one after the other.
+"""Determine whether a model's forward, around its decoder layers, only calls modules one after the other.
 
-In most decoders the embedding of the token ids is the first layer's hidden state, and the head's output of the last
-one's norm is the logits. Then a pipeline layer calls these modules itself, and the model's own forward need not run.
-Anything else that the forward does with a tensor between two modules (a scale, a dropout, a cast) shows: the next
-module, the first layer or the caller gets another tensor than the module before has returned.
+In most decoders the first layer's hidden state is the embedding of the token ids, and the logits are the head's output
+for the normed last hidden state. Then a pipeline layer calls these modules itself, and the model's own forward need not
+run. Anything else that the forward does with a tensor between two modules (a scale, a dropout, a cast) shows: the next
+module, the first layer or the caller receives another tensor than the previous module returned.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs
 from harness.parallel.generators import own_generators
 
 Chain: TypeAlias = tuple[str, ...]
-"""Names of modules, each of which takes only the tensor that the one before returns."""
+"""Names of modules; each takes only the tensor that the previous one returns."""
 BATCH, SEQUENCE = 2, 8
 
 
 @dataclass(frozen=True)
 class Chains:
-    """The modules before and after the decoder layers, where they form a chain; None where they do not.
+    """The modules before and after the decoder layers if they form a chain, else None.
 
     Attributes:
         prologue: its first module takes the token ids; the last one returns the first layer's hidden state.
@@ -39,7 +39,7 @@ class Chains:
 
 
 class ChainProbe(ForwardRun):
-    """A run in which every module and layer returns a new tensor, and which follows where these go."""
+    """A run in which every module and layer returns a new tensor, and whose path is followed."""
 
     def __init__(self, forward: PlaceholderForward, dtype: torch.dtype) -> None:
         super().__init__(self._at_layer, dtype)
@@ -72,13 +72,13 @@ class ChainProbe(ForwardRun):
         return hidden
 
     def _follow(self, given: object) -> None:
-        """Break the chain unless `given` is the tensor that was made last, or a view of all of it, never written to."""
+        """Break the chain unless `given` is the last tensor made, or a view of all of it, and was never written to."""
         made = self._made
         same = (
             isinstance(given, Tensor)
             and (given.dtype, given.shape, given.stride()) == (made.dtype, made.shape, made.stride())
             and given.storage_offset() == made.storage_offset()
-            # torch has public names neither for the id of a storage that may have no address nor for a tensor's version
+            # torch has no public names for the id of a storage without an address, nor for a tensor's version.
             and given.untyped_storage()._cdata == made.untyped_storage()._cdata  # noqa: SLF001
             and given._version == 0  # noqa: SLF001
         )
@@ -87,7 +87,7 @@ class ChainProbe(ForwardRun):
 
 
 def find_chains(forward: PlaceholderForward) -> Chains:
-    """Return the chains that hold in training and in evaluation, in 32 and in 16 bits."""
+    """Return the chains that hold in training and evaluation, in float32 and bfloat16."""
     found: set[Chains] = set()
     training = forward.model.training
     for mode in (True, False):

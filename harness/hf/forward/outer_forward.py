@@ -1,22 +1,21 @@
-"""The model's own forward, divided at its decoder layers: what runs before, between and after them.
+"""The model's own forward, divided at its decoder layers into the parts before, between and after them.
 
 An `OuterForward` holds a HuggingFace causal decoder on the meta device. By running the model's own forward with
-placeholders it finds what no table of families could list:
+placeholders it finds, without a table of families:
 
 - the prologue: the modules called before the first decoder layer (embeddings, their scaling or norm);
 - the inputs of each layer besides the hidden state (masks, positions, rotary tables). Every stage makes its own,
   mostly from shape, dtype and device alone, so that only the hidden state is sent. Some need the token ids, which are
-  then sent with it, or the position ids of the data;
-- the states: tensors that a layer gets from an embedding or from a layer before the last one. They are sent, and the
-  forward between the layers runs again with them in their place;
+  then sent too, or the position ids of the data;
+- the states: tensors that a layer receives from an embedding or from a layer other than the previous one. They are
+  sent, and the forward between the layers runs again with them;
 - the epilogue: the modules called after the last layer (norm, head, scaling).
 
-The real modules live in the pipeline layers (`harness/hf/decoder.py`) and stand in the model only while it runs them.
-Where they form a chain (`chains.py`), the pipeline layers call them without it.
+The real modules live in the pipeline layers (`harness/hf/decoder.py`), and in the model only while it runs them. If
+they form a chain (`chains.py`), the pipeline layers call them directly.
 
-Inputs of layers are cached: masks and rotary tables are the same for every micro-batch of a shape. Where they are made
-from token or position ids, they are kept for one micro-batch: for its forward, and for the one that recomputes
-activations.
+Inputs of layers are cached: masks and rotary tables are the same for every micro-batch of a shape. If they depend on
+token or position ids, they are kept for one micro-batch: for its forward and its recomputation.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ KEPT_SHAPES = 4
 KEPT_BATCHES = 2
 
 Make = Callable[[Tokens, torch.dtype], list[LayerInputs]]
-"""Called with token ids and the dtype of hidden states; returns the inputs of all layers."""
+"""Maps token ids and the dtype of hidden states to the inputs of all layers."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,16 @@ class HiddenShape:
 
     @classmethod
     def of(cls, hidden: Tensor, tokens: Tokens | None) -> HiddenShape:
-        """Return the sizes of the ids [batch, sequence] if passed on, else those of `hidden` [batch, tokens, width]."""
+        """Take the sizes from the ids [batch, sequence] if passed on, else from `hidden` [batch, tokens, width]."""
         rows = hidden.shape if tokens is None else tokens.ids.shape
         return cls(rows[0], rows[1], hidden.dtype)
 
     def tokens(self, device: torch.device) -> Tokens:
-        """Return some ids of this shape."""
         return Tokens(torch.zeros((self.batch, self.sequence), dtype=torch.long, device=device))
 
 
 class InputsByShape(dict[HiddenShape, list[LayerInputs]]):
-    """The inputs of all layers for every micro-batch of a shape; `make` is called for a shape that is new."""
+    """The inputs of all layers by micro-batch shape; `make` is called for each new shape."""
 
     def __init__(self, make: Make, device: torch.device) -> None:
         super().__init__()
@@ -80,7 +78,7 @@ class InputsByShape(dict[HiddenShape, list[LayerInputs]]):
 
 
 class LayerInputCache:
-    """A cache of the inputs of all layers, which calls `make` when they are first needed.
+    """A cache of the inputs of all layers, filled by `make` on demand.
 
     Attributes:
         of_shape: shape of the hidden states -> the inputs.
@@ -96,14 +94,14 @@ class LayerInputCache:
         for known, known_dtype, inputs in self._by_batch:
             if known_dtype == dtype and _share_memory(known, tokens):
                 return inputs
-        # the tokens are kept with the inputs, so that their memory is not used for others meanwhile
+        # Keeping the tokens with the inputs prevents their memory from being reused for other tokens.
         self._by_batch = self._by_batch[1 - KEPT_BATCHES :]
         self._by_batch.append((tokens, dtype, self._make(tokens, dtype)))
         return self._by_batch[-1][2]
 
 
 def _share_memory(known: Tokens, tokens: Tokens) -> bool:
-    """Return whether both are the same tensors, or views of the same memory, as activation checkpointing makes."""
+    """Return whether both are the same tensors or views of the same memory, as made by activation checkpointing."""
     return len(known.tensors()) == len(tokens.tensors()) and all(
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
         for a, b in zip(known.tensors(), tokens.tensors(), strict=True)
@@ -116,12 +114,12 @@ class OuterForward(PlaceholderForward):
     Args:
         model: the causal language model on the meta device; it is taken over and changed.
         device: where the inputs of the layers are made.
-        buffers: name -> values of buffers outside the layers that differ from those that the model computes itself.
+        buffers: name -> values of buffers outside the layers that differ from the model's own.
 
     Attributes:
         prologue, epilogue: name -> module with parameters that runs before and after the layers.
-        schema: the tensors that are passed on besides the hidden state.
-        chains: the modules of prologue and epilogue, where these do nothing but call them one after the other.
+        schema: the tensors passed on besides the hidden state.
+        chains: the modules of prologue and epilogue, if these are just called one after the other.
         inputs: the inputs of the layers besides the hidden state.
         uses_rng: whether training draws random numbers (dropout, jitter), as far as runs of its parts show.
 
@@ -133,7 +131,7 @@ class OuterForward(PlaceholderForward):
     def __init__(
         self, model: PreTrainedModel, device: torch.device, buffers: Mapping[str, Tensor] = MappingProxyType({})
     ) -> None:
-        drops = has_dropout(model)  # before the layers are taken out of the model
+        drops = has_dropout(model)  # before the layers are removed from the model
         super().__init__(model, device, buffers)
         self.inputs = LayerInputCache(self.make_inputs, device)
         analysis = analyze(self)
@@ -141,8 +139,8 @@ class OuterForward(PlaceholderForward):
         self.uses_rng = drops or analysis.uses_rng
         self.chains = Chains() if self.schema.replayed else find_chains(self)
         owners = self.owners
-        # A module that the forward never calls goes to the epilogue. If it is tied to the prologue it goes there, as
-        # only there its parameters get a gradient.
+        # A module that the forward never calls goes to the epilogue, unless it is tied to the prologue, where alone its
+        # parameters get a gradient.
         first = {parameter for name in analysis.prologue for parameter in owners[name].parameters()}
         tied = {name for name in set(owners) - analysis.called if not first.isdisjoint(owners[name].parameters())}
         self.prologue = {name: m for name, m in owners.items() if name in analysis.prologue | tied}
@@ -162,7 +160,7 @@ class OuterForward(PlaceholderForward):
     def arguments(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
         """Return the arguments of layer `index`: its hidden state [batch, tokens, width], and the other inputs.
 
-        The other inputs are made once for all hidden states of a shape and dtype. If they depend on token or position
+        The other inputs are made once for each shape and dtype of hidden states. If they depend on token or position
         ids, they are made once per micro-batch; if they depend on states, at every call, so that states get gradients.
         """
         hidden, tokens = payload.hidden, payload.tokens
@@ -210,9 +208,9 @@ class OuterForward(PlaceholderForward):
         return reached.hidden, reached.inputs
 
     def _replaying(self, payload: StagePayload, stop: int) -> ForwardRun:
-        """Return a run in which every layer before `stop` returns the states that were passed on from it."""
+        """Return a run in which every layer before `stop` returns its passed-on states."""
         known = {**payload.states, hidden_name(stop - 1): payload.hidden}
-        # a forward may write in place to a module's output, and this one runs once for every layer
+        # A forward may write in place to a module's output, and this one runs once for every layer.
         if self.schema.replayed:
             known = {name: value.clone() for name, value in known.items()}
 
@@ -225,7 +223,7 @@ class OuterForward(PlaceholderForward):
 
     @torch.no_grad()
     def make_inputs(self, tokens: Tokens, dtype: torch.dtype) -> list[LayerInputs]:
-        """Make the inputs of all layers, for these ids and for hidden states of this dtype."""
+        """Make the inputs of all layers for these ids and hidden states of this dtype."""
         made: list[LayerInputs] = []
 
         def keep(_index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
@@ -252,7 +250,7 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         number = 0
         while call_name(name, number) in outputs:
             number += 1
-        outputs[call_name(name, number)] = output.clone()  # as it was given: the forward may write to it
+        outputs[call_name(name, number)] = output.clone()  # the forward may write to the original
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in modules.items()]
     try:
@@ -267,7 +265,7 @@ class _Constant(nn.Module):
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
-        self.value = self.weight = value  # a forward may ask its head's weight for its dtype
+        self.value = self.weight = value  # a forward may read the dtype of its head's weight
 
     def forward(self, *_args: object, **_kwargs: object) -> Tensor:
         return self.value

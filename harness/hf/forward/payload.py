@@ -1,9 +1,9 @@
-"""The tensors that one pipeline layer passes to the next: the hidden state, and others that later layers need.
+"""The tensors that one pipeline layer passes to the next: the hidden state and others that later layers need.
 
-Most decoders pass on only a hidden state. Some need more: token ids or position ids, from which the arguments of layers
-are made; tensors that one layer computes and a later one reads; router logits for the loss. Then layers pass on a flat
-tuple, `(hidden, *states, ids[, positions])`. The states that cross a boundary are the same for every micro-batch, so
-their names are never sent.
+Most decoders pass on only a hidden state. Some need more: token ids or position ids, from which layer arguments are
+made; tensors that one layer computes and a later one reads; router logits for the loss. Then layers pass on a flat
+tuple, `(hidden, *states, ids[, positions])`. The same states cross a boundary for every micro-batch, so their names are
+never sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ForwardOutput: TypeAlias = Any
 class Tokens:
     """Token ids of a micro-batch, and position ids if the data has them; both [batch, sequence].
 
-    `is_packed`: whether position ids may restart within a row.
+    `is_packed` says whether position ids may restart within a row.
     """
 
     ids: Tensor
@@ -48,7 +48,7 @@ class StagePayload:
     Attributes:
         hidden: the hidden state from the previous layer, [batch, sequence, width].
         states: name -> tensor of an earlier layer, with its gradient.
-        tokens: present if anything but the hidden state is passed on.
+        tokens: present if more than the hidden state is passed on.
     """
 
     hidden: Tensor
@@ -56,17 +56,16 @@ class StagePayload:
     tokens: Tokens | None = None
 
     def with_state(self, name: str, value: Tensor) -> StagePayload:
-        """Return the same with one state (any shape) added or changed."""
         return replace(self, states={**self.states, name: value})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedTensor:
-    """A tensor that crosses boundaries between layers. Boundary i lies before layer i, the last before the epilogue.
+    """A tensor that crosses boundaries between layers. Boundary i is before layer i, the last before the epilogue.
 
     Attributes:
-        made: index of the layer that computes it; -1: the prologue.
-        used: index of the last layer that reads it; the number of layers: the epilogue.
+        made: index of the layer that computes it; -1 for the prologue.
+        used: index of the last layer that reads it; the number of layers for the epilogue.
     """
 
     name: str
@@ -79,10 +78,10 @@ class PayloadSpec:
     """The tensors that cross the boundaries between a model's layers.
 
     Attributes:
-        states: all states, in their order in the tuple.
+        states: all states, in tuple order.
         tokens: whether the arguments of layers depend on the token ids.
-        replayed: whether they depend on outputs of modules or layers. If so, the forward up to each layer runs again
-            there, with the states in place of the real layers' outputs.
+        replayed: whether they depend on outputs of modules or layers. Then each layer runs the forward up to it again,
+            with the states in place of the real layers' outputs.
     """
 
     states: tuple[CarriedTensor, ...] = ()
@@ -95,7 +94,6 @@ class PayloadSpec:
         return not self.states and not self.tokens
 
     def names(self, boundary: int) -> list[str]:
-        """Return the names of the states that cross a boundary."""
         return [state.name for state in self.states if state.made < boundary <= state.used]
 
     def open(self, boundary: int, value: Value) -> StagePayload:
@@ -109,13 +107,12 @@ class PayloadSpec:
 
     def close(self, boundary: int, payload: StagePayload) -> Value:
         """Pack a payload for a boundary: the hidden state alone, or the tuple."""
-        # a new tensor object for each state: activation checkpointing may empty the tensors that it was given
+        # A new tensor object for each state, because activation checkpointing may empty its input tensors.
         states = [payload.states[name].view_as(payload.states[name]) for name in self.names(boundary)]
         tokens = () if payload.tokens is None else payload.tokens.tensors()
         return (payload.hidden, *states, *tokens) if states or tokens else payload.hidden
 
     def with_state(self, state: CarriedTensor) -> PayloadSpec:
-        """Return the same with one more state."""
         return replace(self, states=(*self.states, state))
 
 

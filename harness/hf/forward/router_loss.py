@@ -1,9 +1,9 @@
-"""Compute the router loss of a mixture of experts by the model's own forward, whichever stages its layers run on.
+"""Compute a mixture of experts' router loss with the model's own forward, for layers on any pipeline stages.
 
-Families compute a balancing loss from their routers' logits in many ways (the usual one: Fedus et al. 2021, Switch
+Families compute a load-balancing loss from router logits in many ways (the usual one: Fedus et al. 2021, Switch
 Transformers, arXiv 2101.03961, section 2.2). So the model itself computes it: the outputs that its class declares as
 router logits are collected from the layers as they run, and passed on from stage to stage. At the end the model's own
-forward gets all of them, as if its own layers had recorded them.
+forward receives all of them, as if its own layers had recorded them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROBE = HiddenShape(2, 8, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOutput:
-    """Which output of which modules are router logits, read from transformers' `OutputRecorder`."""
+    """The modules and output index of router logits, read from transformers' `OutputRecorder`."""
 
     kind: type[nn.Module]
     index: int
@@ -44,9 +44,9 @@ class RouterOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterCapture:
-    """Collects the router logits of the layers, and hands them to the model's own forward at the end.
+    """Collects router logits from the layers, and passes them to the model's own forward at the end.
 
-    They are the same on all tensor-parallel ranks.
+    They are equal on all tensor-parallel ranks.
 
     Attributes:
         layers: indices of the layers with routers.
@@ -61,20 +61,20 @@ class RouterCapture:
     coefficient: float = 0.0
 
     def state_name(self, index: int) -> str:
-        """Return the name of the state in which the router logits of layer `index` are passed on."""
+        """Return the name of the state that carries layer `index`'s router logits."""
         return f"{ROUTER_LOGITS}:{index}"
 
     def has_router(self, block: nn.Module, name: str) -> bool:
-        """Return whether the module `name` of a layer holds a router, or is one."""
+        """Return whether the module `name` of a layer is or contains a router."""
         inside = (f"{name}.{each}".rstrip(".") for each, _ in block.named_modules())
         pairs = zip(inside, block.modules(), strict=True)
         return any(recorder.finds(each, module) for each, module in pairs for recorder in self.recorders)
 
     def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
-        """Call `call`, which runs `layer`; return its output, and its routers' logits stacked: [routers, ...].
+        """Run `layer` by `call`; return its output and its stacked router logits [routers, ...].
 
-        With activation checkpointing it runs twice per micro-batch, and returns the same both times. Raises UserError
-        if no router of the layer returns logits.
+        With activation checkpointing it runs twice per micro-batch with the same result. Raises UserError if no router
+        of the layer returns logits.
         """
         taken: list[Tensor] = []
         with self.taking(layer, taken.append):
@@ -98,10 +98,10 @@ class RouterCapture:
 
     @contextmanager
     def replaying(self, model: nn.Module, taken: Sequence[Tensor]) -> Iterator[None]:
-        """Give `model`'s forward these router logits, [routers, ...] for each layer, while the context lasts."""
+        """In this context, give `model`'s forward these router logits, [routers, ...] for each layer."""
 
         def after_forward(_module: nn.Module, _args: object, output: ForwardOutput) -> ForwardOutput:
-            # as transformers' recorder does: the logits of all routers in the order of the layers
+            # Like transformers' recorder: the logits of all routers in layer order.
             output[ROUTER_LOGITS] = tuple(logits for layer in taken for logits in layer)
             return output
 
@@ -134,13 +134,13 @@ class RouterCapture:
 
 
 def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | None:
-    """Return a capture of a model's router logits for its own router loss; None for a model without such a loss.
+    """Return a capture of a model's router logits for its own router loss; None for a model without one.
 
     Args:
         head: the name of the module that computes the logits.
 
     Raises:
-        UserError: the model has routers, but its router loss cannot be computed apart from its layers.
+        UserError: the model has routers, but its router loss cannot be computed outside its layers.
     """
     base = _owner(outer.model, outer.layer_names[0])
     recorders = _recorders(outer.model.get_submodule(base))
@@ -188,13 +188,13 @@ class _Taken(Exception):
 
 @torch.no_grad()
 def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> float | None:
-    """Return the factor of the router loss in the model's own loss; None for a model without a router loss.
+    """Measure the coefficient of the router loss in the model's own loss; None for a model without a router loss.
 
-    It is measured: (loss with router loss - loss without) / router loss. All router logits are 0, and the logits give a
-    cross entropy of 0, so that rounding does not hide the difference.
+    It is (loss with router loss - loss without) / router loss. All router logits are 0, and the logits give a cross
+    entropy of 0, so that rounding does not hide the difference.
 
     Raises:
-        UserError: the forward does not run on these.
+        UserError: the forward does not run on these inputs.
     """
     labels = torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=outer.device)
     width = next(outer.epilogue[head].parameters()).shape[0]

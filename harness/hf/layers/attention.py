@@ -1,8 +1,8 @@
-"""Which implementation of attention a model runs with: `--attn_implementation`, by transformers' names.
+"""A model's attention implementation: `--attn_implementation`, under transformers' names.
 
-Without a setting the config.json's own is taken, and without that transformers' default: sdpa where the model has it,
-else eager. Flash-attention needs its installed package, a GPU and half precision. torch's flex attention evaluates the
-model's mask function in blocks. It needs a GPU too: torch has no backward of it on a CPU.
+The default is the one in config.json, or else transformers' default: sdpa if the model supports it, else eager.
+Flash-attention needs its installed package, a GPU and half precision. torch's flex attention evaluates the model's mask
+function in blocks. It needs a GPU too, because torch has no backward for it on a CPU.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from harness.errors import UserError
 
 CUDNN_SINCE = 9
-"""Major compute capability from which cuDNN's attention is tried first: Hopper, the only one that was measured."""
+"""Major compute capability from which cuDNN's attention is tried first: Hopper, the only one measured."""
 FEW_SHAPES = 16
-"""Shapes of inputs up to which its plans are worth their time."""
+"""Number of input shapes up to which cuDNN's plans are worth their time."""
 INSTALLED_FLASH = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
-"""Flash-attentions that torch can call in place of its own, and the package of each."""
+"""Flash-attentions that torch can call instead of its own, and their packages."""
 FLASH, FLEX = "flash", "flex_attention"
 FLEX_DEVICES = ("cuda", "xpu")
 
 
 def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedConfig:
-    """Return a copy of `config` that asks for the `wanted` implementation; `config` itself if that is None.
+    """Return a copy of `config` with the `wanted` implementation, or `config` itself for None.
 
-    Only building the model shows whether it has the implementation.
+    Only building the model shows whether it supports the implementation.
     """
     if wanted is not None:
         config = copy.deepcopy(config)
@@ -41,13 +41,13 @@ def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedCo
 
 
 def attention_of(config: PretrainedConfig) -> str | None:
-    """Return the implementation that a config asks for; None for transformers' default."""
+    """Return a config's implementation; None for transformers' default."""
     name: str | None = config._attn_implementation  # noqa: SLF001  # transformers has no public name for it
     return name
 
 
 def choose_attention(config: PretrainedConfig, name: str | None) -> None:
-    """Set the implementation that a config asks for; None for transformers' default."""
+    """Set a config's implementation; None for transformers' default."""
     config._attn_implementation = name  # noqa: SLF001  # transformers has no public name for it
 
 
@@ -57,7 +57,7 @@ def is_flash(config: PretrainedConfig) -> bool:
 
 
 def usual_attention(config: PretrainedConfig) -> str | None:
-    """Return the attention with which a tiny copy runs on a CPU: None, the default, for one that needs a GPU."""
+    """Return the attention for a tiny copy on a CPU: None, the default, instead of one that needs a GPU."""
     name = attention_of(config)
     return None if is_flash(config) or name == FLEX else name
 
@@ -77,10 +77,10 @@ def on_any_device(model: PreTrainedModel) -> Iterator[None]:
 
 
 class AttentionKernels:
-    """Chooses which kernel torch's scaled_dot_product_attention tries first on a GPU; others take what it cannot.
+    """Chooses the kernel that torch's scaled_dot_product_attention tries first on a GPU, before the others.
 
-    cuDNN's takes half the time of flash-attention 2 on Hopper, but makes a plan for each new shape, in 0.1 s: where
-    samples have many lengths, the choice of torch is faster.
+    cuDNN's takes half the time of flash-attention 2 on Hopper, but makes a plan for each new shape, in 0.1 s: if
+    samples have many lengths, torch's choice is faster.
 
     Args:
         first: "cudnn", "flash", "efficient" or "math"; "fa3" or "fa4" for a flash-attention of another package; "auto"
@@ -102,7 +102,7 @@ class AttentionKernels:
 
     @contextmanager
     def ordered(self, shapes: Iterable[object]) -> Iterator[None]:
-        """Set the order while passes over inputs of these shapes run."""
+        """Set the order for passes over inputs of these shapes."""
         self._shapes.update(shapes)
         if not self._first or (self._is_auto and len(self._shapes) > FEW_SHAPES):
             yield
@@ -118,7 +118,7 @@ class AttentionKernels:
 
 
 def require_sdpa_backend(wanted: str, config: PretrainedConfig, device: torch.device) -> None:
-    """Raise UserError if the run has no attention on which `--sdpa_backend` could act, or not the package it needs."""
+    """Raise UserError if `--sdpa_backend` cannot act on the run's attention, or its package is missing."""
     if wanted == "auto":
         return
     flag = f"--sdpa_backend {wanted}"
@@ -133,7 +133,7 @@ def require_sdpa_backend(wanted: str, config: PretrainedConfig, device: torch.de
 
 
 def require_available(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UserError if the run cannot use the attention that its config asks for.
+    """Raise UserError if the run cannot use its config's attention.
 
     Flash-attention needs its package, a GPU and 16 bits; flex attention needs a GPU, and a model without dropout.
     """

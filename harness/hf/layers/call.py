@@ -1,7 +1,7 @@
-"""A call of a decoder layer: its arguments as a value, and a call without weights that shows what the layer returns.
+"""A decoder layer's call: its arguments as a value, and a dry run without weights that shows its outputs.
 
 On the meta device tensors have only shapes, so a forward that reads values (such as a loop over the experts that tokens
-chose) cannot run there. It runs on zeros that take no memory, because a layer of a large model may fit nowhere.
+chose) cannot run there. It runs on zeros that take no memory, because a layer of a large model may not fit anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HIDDEN = "hidden_states"
 
 Call: TypeAlias = tuple[Positional, Keyword]
 LayerOutput: TypeAlias = Any
-"""What a decoder layer returns: a hidden state, or a tuple or list that begins with one."""
+"""A decoder layer's output: a hidden state, or a tuple or list that begins with one."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class LayerInputs:
 
     @classmethod
     def split(cls, args: Positional, kwargs: Keyword) -> tuple[Tensor, LayerInputs]:
-        """Return the hidden state [batch, sequence, width], and the rest of a layer's arguments."""
+        """Split a layer's arguments into the hidden state [batch, sequence, width] and the rest."""
         key = None if args else HIDDEN
         hidden = args[0] if args else kwargs[HIDDEN]
         rest = {name: value for name, value in kwargs.items() if name != key}
         return hidden, cls(args[1:], rest, key)
 
     def apply(self, layer: Callable[..., LayerOutput], hidden: Tensor) -> LayerOutput:
-        """Call `layer` with the hidden state [batch, sequence, width] and these arguments; return what it returns."""
+        """Call `layer` with the hidden state [batch, sequence, width] and these arguments; return its output."""
         if self.key is None:
             return layer(hidden, *self.args, **self.kwargs)
         return layer(*self.args, **{self.key: hidden}, **self.kwargs)
@@ -64,16 +64,14 @@ class LayerInputs:
         return positional | {**self.kwargs}
 
     def argument(self, at: int | str) -> Argument:
-        """Return the argument at a position, or of a keyword."""
         return self.args[at] if isinstance(at, int) else self.kwargs[at]
 
     def mapped(self, change: Callable[[Tensor], object]) -> LayerInputs:
-        """Return the same with `change` applied to every tensor (any shape); mappings and lists are copied."""
+        """Apply `change` to every tensor, copying mappings and lists."""
         args = tuple(_mapped(value, change) for value in self.args)
         return LayerInputs(args, {name: _mapped(value, change) for name, value in self.kwargs.items()}, self.key)
 
     def equals(self, other: LayerInputs) -> bool:
-        """Return whether both hold the same values."""
         return same(self.args, other.args) and same(self.kwargs, other.kwargs)
 
 
@@ -124,10 +122,10 @@ Result = TypeVar("Result")
 def dry_run(
     layer: nn.Module, inputs: LayerInputs, hidden: Tensor, run: Callable[[nn.Module, LayerInputs, Tensor], Result]
 ) -> Result:
-    """Return `run(layer, inputs, hidden)` for a layer on the meta device, run where it takes the least memory.
+    """Return `run(layer, inputs, hidden)` for a layer on the meta device, run with the least memory.
 
-    `hidden` is [batch, sequence, width]. Try meta, then zeros on the CPU, then the device of `hidden`; raise the error
-    of the last.
+    `hidden` is [batch, sequence, width]. Tries meta, then zeros on the CPU, then the device of `hidden`; raises the
+    last error.
     """
 
     def attempt(device: torch.device) -> Result:
@@ -146,7 +144,7 @@ def dry_run(
 def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
     """Return the shapes of the random numbers that a layer on meta draws for `hidden` [batch, sequence, width].
 
-    The arguments may have another dtype than the layer, as in a run in 16 bits.
+    The arguments may have another dtype than the layer, as in 16-bit runs.
     """
     dtype = next((weight.dtype for weight in layer.parameters() if weight.is_floating_point()), hidden.dtype)
 
@@ -158,7 +156,7 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
             inputs.apply(zeros, hidden)
         return drawn.shapes
 
-    with own_generators(0, hidden.device):  # other draws of the layer must not advance the run's generators
+    with own_generators(0, hidden.device):  # the layer's draws must not advance the run's generators
         return dry_run(layer, inputs.mapped(cast), cast(hidden), run)
 
 

@@ -36,7 +36,7 @@ Contents: TypeAlias = dict[int | str, dict[Hashable, object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """A value that a layer puts under `key` into the mapping that is its argument `argument`."""
+    """A value that a layer stores under `key` in its mapping argument `argument`."""
 
     argument: int | str
     key: Hashable
@@ -50,10 +50,10 @@ class LayerOutputSpec:
     """The structure of one layer's output.
 
     Attributes:
-        name: name of the layer, with which the names of its tensors begin.
-        extras: the outputs after the hidden state, flat; tensors are on the meta device. None: only a hidden state.
-        spec: how `extras` are nested.
-        effects: the values that it puts into mappings.
+        name: the layer's name, the prefix of its tensors' names.
+        extras: the flattened outputs after the hidden state, on the meta device; None for a bare hidden state.
+        spec: the nesting of `extras`.
+        effects: the values that the layer stores in mappings.
     """
 
     name: str
@@ -63,14 +63,13 @@ class LayerOutputSpec:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor on meta of everything but the hidden state."""
+        """Name -> meta tensor of every output except the hidden state."""
         named = _named(f"{self.name}.output", self.extras or [])
         for effect in self.effects:
             named |= _named(effect.name, effect.leaves)
         return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
     def renamed(self, name: str) -> LayerOutputSpec:
-        """Return the same for another layer."""
         effects = tuple(replace(e, name=name + e.name.removeprefix(self.name)) for e in self.effects)
         return replace(self, name=name, effects=effects)
 
@@ -82,14 +81,14 @@ class LayerOutputSpec:
         return hidden, *tree_unflatten(leaves, self.spec)
 
     def affect(self, inputs: LayerInputs, known: Mapping[str, Tensor]) -> None:
-        """Change the mappings of `inputs` as the layer would, with the values (any shape) that are in `known`."""
+        """Change the mappings of `inputs` as the layer would, with the values in `known`."""
         for effect in self.effects:
             leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
             if all(leaf is not None for leaf in leaves):
                 inputs.argument(effect.argument)[effect.key] = tree_unflatten(leaves, effect.spec)
 
     def take(self, inputs: LayerInputs, output: LayerOutput) -> dict[str, Tensor]:
-        """Return name -> tensor (any shape), without the hidden state, of a layer that made `output` of `inputs`."""
+        """Return name -> tensor, except the hidden state, of a layer that mapped `inputs` to `output`."""
         found: dict[str, object] = {}
         if self.extras is not None:
             found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
@@ -101,7 +100,7 @@ class LayerOutputSpec:
 def kind_of(layer: nn.Module) -> Hashable:
     """Return a key that is equal for layers with equal modules, shapes and settings.
 
-    Their outputs have the same structure. Numbers among the settings do not count, as one may be the layer's index.
+    Their outputs have the same structure. Numeric settings do not count, as one may be the layer's index.
     """
 
     def settings(module: nn.Module) -> tuple[tuple[str, bool | str], ...]:
@@ -116,12 +115,12 @@ def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Ten
     """Run a layer on meta with `hidden` [batch, sequence, width]; return the structure of its other outputs.
 
     Raises:
-        UserError: it does not return a hidden state first, or appends to a list among its arguments.
+        UserError: the layer does not return a hidden state first, or appends to a list argument.
     """
 
     def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[LayerOutput, LayerInputs, Contents]:
         before = _contents(passed)
-        # `before` is copied first: a layer changes the mappings that it is given
+        # Copy `before` first: a layer changes its mapping arguments.
         return passed.apply(module, state), passed, before
 
     output, passed, before = dry_run(layer, inputs, hidden, run)
@@ -146,7 +145,7 @@ def _effects(
 ) -> Iterator[Effect]:
     for argument, value in passed.arguments().items():
         given = inputs.argument(argument)
-        # a list has no key by which another stage could put the value back
+        # A list has no key by which another stage could restore the value.
         if isinstance(value, list) and len(value) != len(given):
             raise UserError(
                 f"{type(layer).__name__} appends to a list shared with other layers, so it cannot be split into stages"
@@ -154,7 +153,7 @@ def _effects(
         if not isinstance(value, MutableMapping):
             continue
         for key in value:
-            # compared by identity: comparing values on meta is not possible
+            # By identity, because values on meta cannot be compared.
             if key not in before[argument] or value[key] is not before[argument][key]:
                 leaves, spec = tree_flatten(value[key])
                 yield Effect(argument=argument, key=key, name=f"{name}.{argument}.{key}", leaves=leaves, spec=spec)
@@ -166,15 +165,15 @@ def _named(prefix: str, leaves: list[object]) -> dict[str, object]:
 
 @torch.no_grad()
 def leaves_of(layer: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[str]:
-    """Return the names of the modules of `layer`, on the meta device, that must be ZeRO-3 leaves; "" is `layer` itself.
+    """Return the names of modules of `layer`, on the meta device, that must be ZeRO-3 leaves; "" is `layer` itself.
 
     Args:
-        run: calls its argument, a copy of `layer`, as the model would, with tensors on the meta device.
+        run: calls its argument, a copy of `layer`, like the model does, with tensors on the meta device.
     """
     watch = _Watch(layer)
     run(watch.layer)
     leaves = {watch.lowest_leaf(name) for name in watch.looked_at_values}
-    # without those inside another leaf, into which ZeRO-3 does not look
+    # Drop leaves inside another leaf, where ZeRO-3 does not look.
     return frozenset(name for name in leaves if not any(name != other and _within(name, other) for other in leaves))
 
 
@@ -182,9 +181,9 @@ def leaves_of_sequence(sequence: nn.Module, calls: Iterable[LayerCall], inputs: 
     """Return the names of the modules of `sequence` that must be ZeRO-3 leaves.
 
     Args:
-        calls: the modules and functions of `sequence`, one after the other, or functions with a module as first
-            argument (`functools.partial`).
-        inputs: of the first; only the shapes and dtypes of its tensors count.
+        calls: the modules and functions of `sequence` in order, or functions with a module as first argument
+            (`functools.partial`).
+        inputs: inputs of the first call; only shapes and dtypes count.
     """
     names = {id(module): name for name, module in sequence.named_modules()}
     value, leaves = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), inputs), []
@@ -207,12 +206,12 @@ def _keep_output(outputs: list[Value], function: LayerCall | None, value: Value,
 
 
 class _Watch:
-    """A copy of a layer that records calls, reads of parameters, and which modules read values.
+    """A copy of a layer that records calls, reads of parameters, and modules that read values.
 
     Attributes:
         layer: the copy.
-        calls: name of a module -> number of its calls.
-        reads: name of a module -> the modules that were running when one of its own parameters was read.
+        calls: name of a module -> number of calls.
+        reads: name of a module -> the running modules at each read of its own parameters.
         looked_at_values: modules with children whose own forward reads values.
     """
 
@@ -229,7 +228,7 @@ class _Watch:
             module.__dict__["_parameters"] = _RecordedReads(parameters, partial(self._read, name))
 
     def lowest_leaf(self, name: str) -> str:
-        """Return the innermost module, from `name` outwards, that may be a leaf; "", the layer, if there is none."""
+        """Return the innermost module, from `name` outwards, that may be a leaf, or "" for the layer itself."""
         while name and not self._may_be_leaf(name):
             name = name.rpartition(".")[0]
         return name
@@ -266,7 +265,7 @@ class _Watch:
 
 
 class _RecordedReads(dict[str, nn.Parameter | None]):
-    """The parameters of a module; it reports each read of one."""
+    """A module's parameters, reporting each read."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -278,7 +277,7 @@ class _RecordedReads(dict[str, nn.Parameter | None]):
 
 
 def _on_zeros(module: nn.Module, args: Positional, kwargs: Keyword) -> LayerOutput:
-    """Run a module of the meta device on zeros; return its output on meta."""
+    """Run a meta module on zeros; return its output on meta."""
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=CPU), (args, kwargs))
     on_zeros = zeroed(module, CPU)
     run_where_aligned(on_zeros, torch.float32)
@@ -287,12 +286,11 @@ def _on_zeros(module: nn.Module, args: Positional, kwargs: Keyword) -> LayerOutp
 
 
 def _within(name: str, outer: str) -> bool:
-    """Return whether the module `name` is `outer` or lies inside of it."""
     return not outer or name == outer or name.startswith(outer + ".")
 
 
 class LayerFacts:
-    """Outputs, random numbers and ZeRO-3 leaves of a model's decoder layers, found once for layers of equal kind.
+    """Outputs, random numbers and ZeRO-3 leaves of a model's decoder layers, found once per kind of layer.
 
     Args:
         layers: the decoder layers, whole and on the meta device.
@@ -309,11 +307,11 @@ class LayerFacts:
         self._drawn_shapes: dict[tuple[int, torch.Size], list[torch.Size]] = {}
 
     def output_spec(self, index: int) -> LayerOutputSpec:
-        """Return what layer `index` returns besides the hidden state; it must have been observed."""
+        """Return the outputs of layer `index` besides the hidden state; it must have been observed."""
         return self._output_specs[index]
 
     def observe(self, index: int, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
-        """Return what layer `index` returns besides `hidden` [batch, sequence, width]; found at its first call."""
+        """Return the outputs of layer `index` besides `hidden` [batch, sequence, width], found at its first call."""
         if index not in self._output_specs:
             layer, name = self._layers[index], self._names[index]
             kind = kind_of(layer)  # run once per kind: a layer that reads values takes a second
@@ -331,7 +329,7 @@ class LayerFacts:
         return self._drawn_shapes[key]
 
     def zero3_leaves(self, index: int) -> frozenset[str]:
-        """Return the names, within layer `index`, of the modules that ZeRO-3 must gather as one."""
+        """Return the names of modules in layer `index` that ZeRO-3 must gather as a unit."""
         layer = self._layers[index]
         kind = kind_of(layer)
         if kind not in self._leaves:

@@ -1,8 +1,8 @@
-"""Layers with adapters around them: the wrappers, and the layer inside.
+"""Layers wrapped in adapters: the wrappers and the layer inside.
 
-A wrapper is any module with the layer itself as `base_layer` and with `lora_A` and `lora_B` by the adapter's name, as
-peft makes them. A wrapper around fused experts adapts only the parameter that it names in `parameter_name`, so several
-wrappers are nested. Its A [experts x r, in] and B [out, r x experts] hold the adapters of all experts.
+A wrapper is any module with the layer as `base_layer` and with `lora_A` and `lora_B` by adapter name, as in peft. A
+wrapper around fused experts adapts only the parameter in its `parameter_name`, so several wrappers are nested. Its A
+[experts x r, in] and B [out, r x experts] hold the adapters of all experts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 from torch import nn
 
 Wrapper: TypeAlias = Any
-"""A layer of peft with adapters around another layer, which may be a wrapper too."""
+"""A peft layer with adapters around another layer, which may be a wrapper too."""
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether `module` is a wrapper with adapters."""
     return {"base_layer", "lora_A"} <= {name for name, _ in module.named_children()}
 
 
@@ -28,7 +27,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def wrappers_in(module: nn.Module) -> dict[str, list[Wrapper]]:
-    """Return name of a layer -> its wrappers, the outermost first, for all layers with adapters in `module`."""
+    """Return layer name -> wrappers, outermost first, for all layers with adapters in `module`."""
     found: dict[str, list[Wrapper]] = {}
     for name, child in module.named_modules():
         if is_wrapper(child):

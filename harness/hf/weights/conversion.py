@@ -2,8 +2,8 @@
 
 A checkpoint may name, split and arrange its tensors differently from the model: experts one by one, gate and up apart,
 without the base model's prefix, inside a composite model. transformers has the rules (`conversion_mapping`) and the
-code, which runs here on lazy tensors. So every rank knows from which bytes each of its tensors is made before it reads
-any, and at an export, to which regions of the files its tensors go. Names are resolved only here.
+code, which runs here on lazy tensors. So every rank knows the source bytes of each of its tensors before it reads any,
+and, in an export, the file regions of its tensors. Names are resolved only here.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DEFAULT_FILE_BYTES = 50 * 10**9  # size at which `save_pretrained` begins anothe
 
 
 class Unconverted(UserError):
-    """transformers' conversion of a checkpoint cannot be run on tensors that are not read yet."""
+    """transformers' conversion of a checkpoint does not run on lazy tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterRef:
-    """A parameter or buffer of the model, by name; a leaf of the lazy tensors that are written."""
+    """A model's parameter or buffer by name; a leaf of the lazy tensors to write."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, _into: Tensor, _box: Box) -> None:
-        """Raise an error: a name has no values. The writer replaces it by the live tensor."""
+        """Raise LookupError: a name has no values. The writer replaces it by the live tensor."""
         raise LookupError(f"{self.name} is only a name")
 
 
@@ -58,8 +58,8 @@ class CheckpointFormat:
 
     Attributes:
         tensors: written name -> lazy tensor, whose leaves are `ParameterRef`.
-        files: file name -> names in it, kept unless a file would grow; None if there are none to keep.
-        max_file_bytes: otherwise, the size at which another file begins.
+        files: file name -> names in it, kept unless a file would grow; None to choose new files.
+        max_file_bytes: the size at which a new file begins.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -73,10 +73,10 @@ class Checkpoint:
 
     Attributes:
         tensors: name in the model -> lazy tensor of its values. Buffers may be missing; the model makes them itself.
-        untied: names that the config ties to others, but for which the files have values of their own.
-        form: how to write the model in the checkpoint's own form.
-        in_files: name in the files -> how it is made of the model's tensors, whose leaves are `ParameterRef`. Tensors
-            that the model lacks, such as those of an encoder of images, are missing.
+        untied: names that the config ties to others, but that have their own values in the files.
+        form: the checkpoint's own form, for writing the model.
+        in_files: name in the files -> lazy tensor of the model's tensors, whose leaves are `ParameterRef`. Tensors that
+            the model lacks, such as an image encoder's, are missing.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -98,7 +98,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     stored = open_tensors(directory)
     names = {name: name for name in stored.tensors}
     loaded, info = _load(model, stored.tensors)
-    # only if names are missing: transformers' own rules resolve most differences, and a second loading costs as much
+    # Only if names are missing: transformers' own rules resolve most differences, and a second load costs as much.
     inner = _inside_composite(stored.tensors, model) if info.missing_keys else None
     if inner is not None:
         names = inner
@@ -123,7 +123,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
 
 @torch.no_grad()
 def default_form(model: PreTrainedModel) -> CheckpointFormat:
-    """Return the form in which `save_pretrained` writes a model that comes from no checkpoint."""
+    """Return the form in which `save_pretrained` writes a model without a source checkpoint."""
     return CheckpointFormat(tensors=_written(model, set(model.state_dict()) - set(model.all_tied_weights_keys)))
 
 
@@ -158,14 +158,14 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str, str] | None:
-    """Return stored name -> name in the text decoder, if the checkpoint is of a composite model; else None.
+    """Return stored name -> name in the text decoder for a composite model's checkpoint, else None.
 
     The decoder's prefix is the one under which most names of the base model are found.
     """
     stored = list(stored)
     base = model.base_model_prefix + "."
     tails = {name.removeprefix(base) for name in model.state_dict() if name.startswith(base)}
-    # each stored name votes for every prefix after which a name of the base model follows
+    # Each stored name votes for every prefix that is followed by a name of the base model.
     found: Counter[str] = Counter()
     for name in stored:
         starts = [at + 1 for at, letter in enumerate(name) if letter == "."]
@@ -186,7 +186,7 @@ def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str
 
 
 def _tie(found: dict[str, LazyTensor], model: PreTrainedModel) -> tuple[str, ...]:
-    """Add tied names that are not stored to `found`; return those that are stored with different values."""
+    """Add tied names that are not stored to `found`; return tied names stored with different values."""
     groups: dict[str, list[str]] = {}
     for name, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(name)
@@ -214,7 +214,7 @@ def _equal(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _refuse(directory: Path, stored: Iterable[str], info: LoadStateDictInfo, model: PreTrainedModel) -> None:
-    """Raise UserError for missing and misshapen tensors, by their names in the checkpoint as far as these are known."""
+    """Raise UserError for missing and misshapen tensors, under their checkpoint names if known."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     missing = sorted(info.missing_keys & parameters)
     misshapen = sorted(info.mismatched_keys)
@@ -251,7 +251,7 @@ def _refuse_quantized(directory: Path, found: Mapping[str, LazyTensor], model: P
 
 
 def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTensor]:
-    """Return stored name -> lazy tensor of a checkpoint, made from the model's tensors `names`."""
+    """Return stored name -> lazy tensor for a checkpoint of the model's tensors `names`."""
     ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001  # `save_pretrained` leaves these out
     held: dict[str, Tensor] = {
         name: LazyTensor.of(ParameterRef(name, tuple(tensor.shape), tensor.dtype))
@@ -268,10 +268,10 @@ def _named_as_in_files(
     found: Mapping[str, LazyTensor],
     model: PreTrainedModel,
 ) -> dict[str, LazyTensor]:
-    """Return `written` under the names that its tensors have in the checkpoint's files.
+    """Return `written` under the names of its tensors in the checkpoint's files.
 
     Args:
-        stored: name in the model -> name in the files, as far as the two correspond.
+        stored: name in the model -> name in the files, if the two correspond.
         found: name in the model -> tensor in the files.
     """
     tensors: dict[str, LazyTensor] = {}
@@ -295,7 +295,7 @@ def _form_of(stored: StoredTensors, tensors: Mapping[str, LazyTensor]) -> Checkp
 
 
 def _whole_leaf(lazy: LazyTensor) -> TensorSource | None:
-    """Return the leaf, if a lazy tensor is exactly one whole leaf; None if it is made of parts."""
+    """Return the leaf of a lazy tensor that is exactly one whole leaf, else None."""
     only = lazy.patches[0] if len(lazy.patches) == 1 else None
     return only.leaf if only is not None and only.is_whole and only.leaf.name else None
 

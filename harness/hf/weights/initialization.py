@@ -1,14 +1,13 @@
-"""Draw initial values of parameters as the model's own `_init_weights` does: tensor by tensor, in pieces.
+"""Draw initial values of parameters like the model's own `_init_weights`: tensor by tensor, in pieces.
 
-The random numbers of a tensor depend only on the seed and its name, and those of a piece also on its start. So a rank
-draws only the pieces that its part of a tensor touches, and every layout gets the same values. A small tensor is one
-piece, which `_init_weights` fills. For a large one, the operations of `_init_weights` are recorded on the meta device
-and applied to each piece. A large tensor is drawn whole only if its values depend on one another (an orthogonal
-matrix).
+A tensor's random numbers depend only on the seed and its name, and a piece's also on its start. So a rank draws only
+the pieces that overlap its shard of a tensor, and every layout gets the same values. A small tensor is one piece, which
+`_init_weights` fills. For a large one, the operations of `_init_weights` are recorded on the meta device and applied to
+each piece. A large tensor is drawn whole only if its values depend on one another (an orthogonal matrix).
 
-Some values come from the constructor instead: buffers, and a few small parameters (a learnt scale that begins at 1).
-The meta device loses them. They are recognised because `_init_weights` does not touch them, and are made by building
-the model once more with real buffers and small parameters, while large parameters stay on meta.
+Some values come from the constructor instead: buffers and a few small parameters (a learnt scale that begins at 1). The
+meta device loses them. They are recognised because `_init_weights` does not touch them, and restored by building the
+model once more with real buffers and small parameters, while large parameters stay on meta.
 """
 
 from __future__ import annotations
@@ -36,20 +35,18 @@ SMALL = 1 << 18  # parameters up to this number of elements may get the construc
 
 
 def mark_unfilled(tensors: Iterable[Tensor]) -> None:
-    """Fill real floating tensors with NaN, so that tensors that initialisation does not touch can be recognised."""
+    """Fill real floating-point tensors with NaN, to recognise tensors that initialisation does not touch."""
     for tensor in tensors:
         if tensor.is_floating_point() and not tensor.is_meta:
             tensor.fill_(float("nan"))
 
 
 def is_unfilled(tensor: Tensor) -> bool:
-    """Return whether a tensor still has the values of `mark_unfilled`."""
     return tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all())
 
 
 def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Return name -> tensor, on the CPU, as the model's constructor sets it: of buffers, small parameters, and
-    parameters of `shape`."""
+    """Return name -> CPU tensor from the model's constructor, of buffers, small parameters, and ones of `shape`."""
     with _large_parameters_on_meta(tuple(shape)), own_generators(seed):
         built: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
     tensors = (*built.named_parameters(remove_duplicate=False), *built.named_buffers())
@@ -58,7 +55,7 @@ def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) ->
 
 @contextmanager
 def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
-    """Within this context, move parameters to meta when they are registered, except small ones and those `kept`."""
+    """In this context, move parameters to meta when they are registered, except small and `kept` ones."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -66,7 +63,7 @@ def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    # a patch, which types do not know
+    # a patch, unknown to the types
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -74,11 +71,11 @@ def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-PIECE_BYTES = 4 << 20  # largest piece that is drawn at once
+PIECE_BYTES = 4 << 20  # largest piece drawn at a time
 
 aten = torch.ops.aten
 
-# Operations that set or change each value independently, so they can be applied to a part of a tensor.
+# Operations that set or change each value independently, so that they can be applied to a part of a tensor.
 _ELEMENTWISE = {
     aten.normal_.default,
     aten.uniform_.default,
@@ -94,7 +91,7 @@ _ELEMENTWISE = {
     aten.erfinv_.default,
 }
 
-# Functions of `torch.nn.init` that do nothing on the meta device -> whether they draw each value independently.
+# Functions of `torch.nn.init` that do nothing on meta -> whether they draw each value independently.
 _NOT_ON_META = {"trunc_normal_": True, "orthogonal_": False, "sparse_": False, "dirac_": False}
 
 
@@ -109,7 +106,7 @@ class Change:
     kwargs: dict[str, object]
 
     def apply(self, values: Tensor, at: int) -> None:
-        """Apply the operation to its elements among `values`, the elements from `at` on, flat [elements]."""
+        """Apply the operation to its elements among `values`, the flat elements from `at` on."""
         first, last = max(self.start, at), min(self.stop, at + len(values))
         if first < last:
             self.function(values[first - at : last - at], *self.args, **self.kwargs)
@@ -117,15 +114,15 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A leaf of lazy tensors: a parameter whose values are drawn when they are read.
+    """A leaf of lazy tensors: a parameter whose values are drawn on reading.
 
     Attributes:
-        name: in the model.
-        seed: of the whole model.
+        name: the parameter's name in the model.
+        seed: the whole model's seed.
         device: where the values are drawn.
         draw: draw all of the parameter's values into a tensor.
         changes: operations to apply to each piece instead; None if the tensor is drawn whole.
-        scratch: memory in which pieces are drawn, shared by all tensors that are read in turn.
+        scratch: memory for pieces, shared by all tensors, which are read in turn.
     """
 
     name: str
@@ -138,7 +135,7 @@ class Drawn:
     scratch: Scratch
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Draw the pieces that `box` touches, and copy the values in it to `into`, which has the sizes of `box`."""
+        """Draw the pieces that overlap `box`; copy the values in it to `into`, which has the sizes of `box`."""
         for piece in _pieces(self.shape, self._piece_size):
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True)]
             if all(first < last for first, last in common):
@@ -151,7 +148,7 @@ class Drawn:
         return prod(self.shape) if self.changes is None else PIECE_BYTES // self.dtype.itemsize
 
     def _piece(self, box: Box) -> Tensor:
-        """Return the values of a piece; the last piece is kept, as several parts of it may be read."""
+        """Return the values of a piece; the last piece is cached, as several parts of it may be read."""
         start = sum(first * prod(self.shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
         if self.scratch.holds != (self.name, start):
             sizes = [last - first for first, last in box]
@@ -173,7 +170,7 @@ class Drawn:
 
 
 class Scratch:
-    """The piece that was drawn last, in memory that the next piece reuses, so that the heap is not fragmented."""
+    """The last drawn piece, in memory that the next piece reuses, so that the heap is not fragmented."""
 
     def __init__(self) -> None:
         self.holds: tuple[str, int] | None = None
@@ -193,8 +190,7 @@ class Scratch:
 
 
 def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple[Change, ...] | None:
-    """Return the operations of `initialise` on a tensor like `parameter` (any shape); None if values depend on one
-    another."""
+    """Return the operations of `initialise` on a tensor like `parameter`; None if values depend on one another."""
     tensor = torch.empty_like(parameter, device="meta")
     recording = _Recording(tensor)
     try:
@@ -207,9 +203,9 @@ def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple
 
 @contextmanager
 def standing_for(names: Sequence[str], root: nn.Module, values: Tensor) -> Iterator[None]:
-    """Replace the parameter of `root` that has these names by `values`, of its shape, while the context lasts.
+    """In this context, replace the parameter of `root` with these names by `values`, of its shape.
 
-    Small parameters of the same module get memory on the same device, as both may be used in one computation.
+    Small parameters of the same module get memory on the same device, as one computation may use both.
     """
     own: dict[int, nn.Parameter] = {id(root.get_parameter(names[0])): nn.Parameter(values)}
     modules = [root.get_submodule(name.rpartition(".")[0]) for name in names]
@@ -252,7 +248,7 @@ class _Recording(TorchDispatchMode):
 
     @contextmanager
     def of_init_functions(self) -> Iterator[None]:
-        """Also record functions that torch skips on the meta device: truncated normals, orthogonal matrices."""
+        """Also record functions that torch skips on meta: truncated normals, orthogonal matrices."""
         functions: Any = initialization.TORCH_INIT_FUNCTIONS
         originals = {name: functions[name] for name in _NOT_ON_META}
         for name, function in originals.items():
@@ -288,7 +284,7 @@ class _Recording(TorchDispatchMode):
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return an id of a tensor's storage, the same for its views, also without memory."""
+    """Return an id of a tensor's storage, shared by its views, even without memory."""
     address: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # the public address is 0 on the meta device
     return address
 

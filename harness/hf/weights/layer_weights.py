@@ -1,6 +1,6 @@
 """Fill a pipeline layer's local parameters: initialised from a seed, or read from a checkpoint.
 
-The layers are already cut, and on the meta device. `param.shard` says which part of each tensor the rank keeps. So the
+The layers are already sharded, and on the meta device. `param.shard` describes the rank's shard of each tensor. So the
 functions here know neither the layout nor how a checkpoint's tensors are converted to the model's (`conversion.py`).
 They need only a few MB besides the layer itself: no tensor is read or drawn whole.
 """
@@ -37,10 +37,10 @@ from harness.parallel.zero import Zero3Partition
 
 
 class WeightSource(Protocol):
-    """Where weights come from."""
+    """A source of weights."""
 
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Fill the materialised `layer`; `whole` is the same layer uncut, on the meta device."""
+        """Fill the materialised `layer`; `whole` is the same layer, unsharded, on the meta device."""
 
 
 class ModelWeights(Protocol):
@@ -69,13 +69,13 @@ def materialise(
     kept: Set[str] = frozenset(),
     buffers: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Give every meta parameter and buffer of `layer` memory on `device`; floating parameters get `dtype`.
+    """Allocate every meta parameter and buffer of `layer` on `device`; floating-point parameters get `dtype`.
 
-    A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer.
+    Keeps parameter attributes such as `shard`, and ties inside the layer.
 
     Args:
-        kept: names of parameters that become float32; they get an attribute `kept_in_fp32`.
-        buffers: name -> dtype of buffers that are cast.
+        kept: names of parameters that become float32, with an attribute `kept_in_fp32`.
+        buffers: name -> dtype of buffers to cast.
     """
     real: dict[int, nn.Parameter] = {}
     for path, module in layer.named_modules():
@@ -85,7 +85,7 @@ def materialise(
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 data = torch.empty(parameter.shape, dtype=torch.float32 if keep else kind, device=device)
                 real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                own = real[id(parameter)].__dict__  # a fake tensor has its device and more in here
+                own = real[id(parameter)].__dict__  # a fake tensor keeps its device and more here
                 own.update({key: value for key, value in parameter.__dict__.items() if key not in own})
                 if keep:
                     # a parameter takes any attribute
@@ -132,7 +132,7 @@ class Initialiser(ModelWeights):
         return values
 
     def _drawn(self, whole: nn.Module, names: list[str], device: torch.device, scratch: Scratch) -> Drawn:
-        name = names[0]  # the first of tied names: transformers initialises a parameter before it ties others to it
+        name = names[0]  # of tied names the first: transformers initialises a parameter before tying others to it
         parameter = whole.get_parameter(name)
 
         def initialise(values: Tensor) -> None:
@@ -152,13 +152,13 @@ class Initialiser(ModelWeights):
             seed=self.seed,
             device=device,
             draw=draw,
-            # a small tensor is drawn whole, which is one piece anyway
+            # A small tensor is a single piece anyway.
             changes=changes_of(parameter, initialise) if parameter.nbytes > PIECE_BYTES else None,
             scratch=scratch,
         )
 
     def _buffers(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the buffers `names` of `whole` as `_init_weights` or the model's constructor makes them."""
+        """Return the buffers `names` of `whole` from `_init_weights` or the model's constructor."""
         if not names:
             return {}
         scratch = _with_real_buffers(whole, names, device)
@@ -173,7 +173,7 @@ class Initialiser(ModelWeights):
     def _initialise(self, module: nn.Module, name: str, owner: PreTrainedModel, names: Iterable[str]) -> None:
         """Initialise children first, then `module`, each by the `_init_weights` of the innermost model around it.
 
-        Modules that hold none of the tensors `names`, at any depth, are left out.
+        Modules without any of the tensors `names`, at any depth, are skipped.
         """
         inner = self._models.get(name, owner)
         for child_name, child in module.named_children():
@@ -223,7 +223,7 @@ class CheckpointReader(ModelWeights):
 
 
 def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
-    """Have transformers read a checkpoint that cannot be read in slices; every rank then holds all of it.
+    """Let transformers read a checkpoint that cannot be read in slices; every rank then holds all of it.
 
     Raises:
         UserError: `refusal`, if tensors are still missing.
@@ -239,7 +239,7 @@ def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
 
 
 def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
-    """Copy the full tensor (any shape) into a buffer, or the rank's shard of it into a parameter.
+    """Copy the full tensor into a buffer, or the rank's shard of it into a parameter.
 
     `tensor` has the shape of the buffer or the shard. Under ZeRO-3 only `part` of a parameter is read and copied.
     """
@@ -253,7 +253,7 @@ def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
 
 
 def fill_local(tensor: Tensor, full: Tensor) -> None:
-    """Copy the rank's shard of the full tensor (any shape), which may be lazy, into `tensor`, of the shard's shape."""
+    """Copy the rank's shard of the full, perhaps lazy, tensor into `tensor`, of the shard's shape."""
     shard = getattr(tensor, "shard", None)
     if shard is not None:
         shard.read_into(tensor, full)
@@ -273,7 +273,7 @@ def _position(values: Tensor) -> tuple[str, int]:
 
 
 def _with_real_buffers(whole: nn.Module, names: Set[str], device: torch.device) -> nn.Module:
-    """Return a copy of a module on meta in which the buffers `names` have memory."""
+    """Return a copy of a meta module with memory for the buffers `names`."""
     scratch = copy.deepcopy(whole)
     for prefix, module in scratch.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):

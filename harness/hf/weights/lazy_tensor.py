@@ -1,10 +1,10 @@
-"""Tensors that know where their values are stored, instead of holding them.
+"""Tensors that refer to stored values instead of holding them.
 
-Code can use a `LazyTensor` as a tensor. Splitting, joining, stacking or permuting it returns another `LazyTensor`, made
-of `TensorSlice`s: boxes of a source, such as a tensor in a file. Nothing is read until a lazy tensor is copied into a
-real one, and then only the needed part. So transformers' own operations, which convert a checkpoint's tensors to a
-model's and back, run on tensors that no rank could hold. An operation that does more than arrange values is computed
-from its whole inputs when its result is read.
+Code can use a `LazyTensor` like a tensor. Splitting, joining, stacking or permuting it returns another `LazyTensor`,
+made of `TensorSlice`s: boxes of a source, such as a tensor in a file. Nothing is read until a lazy tensor is copied
+into a real one, and then only the needed part. So transformers' own operations, which convert a checkpoint's tensors to
+a model's and back, run on tensors that no rank could hold. An operation that does more than rearrange values is
+computed from its whole inputs when its result is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which the values are found."""
+        """The name of the values in their source."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,14 +45,14 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TensorSlice:
-    """A box of a leaf, and its place in a lazy tensor, whose dimensions may have another order.
+    """A box of a leaf and its place in a lazy tensor, whose dimensions may have another order.
 
     Attributes:
         leaf: the source of the values.
         box: the part of the leaf.
-        start: index of the box's beginning in the lazy tensor.
-        axes: for each dimension of the lazy tensor, the leaf's dimension, or None for one of size 1 that the leaf
-            lacks. A dimension of the leaf that is missing here has size 1 in the box.
+        start: index of the box's first element in the lazy tensor.
+        axes: for each dimension of the lazy tensor, the leaf's dimension, or None for a size of 1 that the leaf lacks.
+            A missing dimension of the leaf has size 1 in the box.
     """
 
     leaf: TensorSource
@@ -77,7 +77,7 @@ class TensorSlice:
         return full and self.axes == tuple(range(len(self.box))) and not any(self.start)
 
     def clipped(self, axis: int, start: int, stop: int) -> TensorSlice | None:
-        """Return the part within (start, stop) along a dimension of the leaf; None if it is empty."""
+        """Return the part in (start, stop) along a dimension of the leaf, or None if it is empty."""
         first, last = max(start, self.box[axis][0]), min(stop, self.box[axis][1])
         if first >= last:
             return None
@@ -87,11 +87,10 @@ class TensorSlice:
         return replace(self, box=(*self.box[:axis], (first, last), *self.box[axis + 1 :]), start=tuple(at))
 
     def moved(self, dim: int, by: int) -> TensorSlice:
-        """Return the slice, shifted along a dimension of the lazy tensor."""
         return replace(self, start=(*self.start[:dim], self.start[dim] + by, *self.start[dim + 1 :]))
 
     def leaf_view(self, view: Tensor) -> Tensor:
-        """Return `view`, which has this slice's sizes, with its dimensions in the order of the leaf."""
+        """Return `view`, of this slice's sizes, with dimensions in the leaf's order."""
         for dim in reversed(range(len(self.axes))):
             if self.axes[dim] is None:
                 view = view.squeeze(dim)
@@ -102,7 +101,7 @@ class TensorSlice:
         return view
 
     def lazy_view(self, values: Tensor) -> Tensor:
-        """Return `values`, of this slice's box of the leaf, with their dimensions in the order of the lazy tensor."""
+        """Return `values`, of this slice's box of the leaf, with dimensions in the lazy tensor's order."""
         for missing in (axis for axis in reversed(range(len(self.box))) if axis not in self.axes):
             values = values.squeeze(missing)
         kept = [axis for axis in self.axes if axis is not None]
@@ -117,7 +116,7 @@ aten = torch.ops.aten
 
 
 class LazyTensor(Tensor):
-    """A tensor made of patches that fill it. Copy it into a real tensor to read it."""
+    """A tensor made of patches that cover it. Copy it into a real tensor to read it."""
 
     patches: tuple[TensorSlice, ...]
 
@@ -144,7 +143,7 @@ class LazyTensor(Tensor):
             patch.leaf.read(patch.leaf_view(into[patch.place]), patch.box)
 
     def leaves(self) -> Iterator[TensorSource]:
-        """Yield the sources that it is made of; for a computed source, those of its inputs."""
+        """Yield the tensor's sources; for a computed source, its inputs' sources."""
         for patch in self.patches:
             if isinstance(patch.leaf, Computed):
                 for source in patch.leaf.inputs:
@@ -153,7 +152,7 @@ class LazyTensor(Tensor):
                 yield patch.leaf
 
     def with_leaves(self, change: Callable[[str], TensorSource]) -> LazyTensor:
-        """Return a lazy tensor that arranges other leaves alike; `change` maps the name of a leaf to the new one."""
+        """Return a lazy tensor that arranges other leaves alike; `change` maps a leaf's name to the new leaf."""
 
         def changed(leaf: TensorSource) -> TensorSource:
             if not isinstance(leaf, Computed):
@@ -181,7 +180,7 @@ class LazyTensor(Tensor):
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A leaf whose values `func` computes from whole lazy tensors, anew at every read."""
+    """A leaf that `func` computes from whole lazy tensors at every read."""
 
     func: Callable[..., Tensor]
     args: tuple[object, ...]
@@ -203,7 +202,7 @@ class Computed:
         return replace(self, args=args, kwargs=kwargs)
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Compute all values, and copy those in `box` to `into`, which has the sizes of `box`."""
+        """Compute all values, and copy the ones in `box` to `into`, which has the sizes of `box`."""
         args, kwargs = _map_lazy(realised, self.args, self.kwargs)
         into.copy_(self.func(*args, **kwargs)[tuple(slice(*span) for span in box)])
 
@@ -217,12 +216,10 @@ class InMemory:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
         return self.tensor.dtype
 
     def read(self, into: Tensor, box: Box) -> None:
@@ -231,14 +228,14 @@ class InMemory:
 
 
 def realised(lazy: LazyTensor) -> Tensor:
-    """Return a real tensor with all values of `lazy` (any shape), in its shape."""
+    """Return a real tensor with all values of `lazy`."""
     whole = torch.empty(lazy.shape, dtype=lazy.dtype)
     lazy.read_into(whole)
     return whole
 
 
 def computed(func: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> Computed:
-    """Return the result of `func` as a leaf that is computed when it is read; its shape is found on the meta device.
+    """Return the result of `func` as a leaf that is computed on reading; its shape is found on the meta device.
 
     Raises:
         NotImplementedError: `func` does not return one tensor.
@@ -261,12 +258,12 @@ def _map_lazy(change: Callable[[LazyTensor], object], args: Positional, kwargs: 
 
 
 def arrangement(func: Callable[..., object]) -> Callable[..., object] | None:
-    """Return a function that applies a torch operation to slices, if it only arranges values; None for any other."""
+    """Return a function that applies a torch operation to slices; None if the operation does more than rearrange."""
     match func:
         case aten.detach.default | aten.alias.default | aten.clone.default | aten.lift_fresh.default:
             return lambda lazy, **_: LazyTensor(lazy.patches, lazy.shape, lazy.dtype)
         case aten._to_copy.default:  # noqa: SLF001  # torch's name of the operation
-            # a cast is ignored: values keep their stored dtype until they are copied into a tensor of the wanted dtype
+            # A cast is deferred: values keep their stored dtype until they are copied into a tensor.
             return lambda lazy, dtype=None, **_: LazyTensor(lazy.patches, lazy.shape, dtype or lazy.dtype)
         case aten.slice.Tensor:
             return _slice

@@ -37,7 +37,7 @@ GAP_BYTES = 4 << 10  # if parts of rows are read, gaps up to this size are read 
 
 
 class OpenFile:
-    """A file open for reading; closed with the last tensor that refers to it."""
+    """A file open for reading, closed with the last tensor that refers to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class OpenFile:
         weakref.finalize(self, self._file.close)
 
     def bytes(self, start: int, length: int) -> bytes:
-        """Return `length` bytes from `start`. Raises ValueError if the file ends before that."""
+        """Return `length` bytes from `start`. Raises ValueError if the file is shorter."""
         self._file.seek(start)
         content = self._file.read(length)
         if len(content) != length:
@@ -54,20 +54,20 @@ class OpenFile:
         return content
 
     def fetch(self, start: int, stop: int) -> None:
-        """Ask the system to read these bytes from the disk, without waiting."""
+        """Request read-ahead of these bytes."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, into: Tensor, start: int) -> None:
-        """Fill a contiguous tensor of any shape, in host memory, with the bytes from `start`."""
+        """Fill a contiguous host tensor with the bytes from `start`."""
         self._fill(_bytes_of(into), start)
 
     def read_runs(self, into: Tensor, start: int, step: int) -> None:
         """Fill row i of a contiguous host tensor [rows, ...] with the bytes from `start + i * step` on.
 
-        The file is mapped from the first to the last of these bytes: the kernel fetches it in large pieces, whatever
-        the number of rows, and keeps it for the other processes of this host. Raises UserError if the file cannot be
-        read, or ends before the last of these bytes.
+        The file is mapped from the first to the last of these bytes: the kernel fetches it in large pieces for any
+        number of rows, and caches it for the other processes of this host. Raises UserError if the file cannot be read
+        or is too short.
         """
         rows, size = len(into), into[0].nbytes
         page = start - start % mmap.ALLOCATIONGRANULARITY
@@ -95,13 +95,12 @@ class OpenFile:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in a safetensors file, which begins at byte `start`."""
+    """A tensor in a safetensors file, starting at byte `start`."""
 
     file: OpenFile
     name: str
@@ -115,7 +114,7 @@ class Stored:
         return str(self.file.path), self.start
 
     def fetch(self, box: Box) -> None:
-        """Ask the system to read the bytes from the first to the last value of `box`, without waiting."""
+        """Request read-ahead of the bytes from the first to the last value of `box`."""
         strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
         last = sum((stop - 1) * stride for (_, stop), stride in zip(box, strides, strict=True))
@@ -123,12 +122,12 @@ class Stored:
         self.file.fetch(self.start + first * size, self.start + (last + 1) * size)
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Read the values in `box` into `into`, of its sizes, and at most a few more bytes of each row."""
+        """Read the values in `box` into `into`, of its sizes; a few more bytes of each row may be read."""
         if into.numel():
             self._read(into, box, 0, 0)
 
     def _read(self, into: Tensor, box: Box, dim: int, at: int) -> None:
-        """Read `box` from dimension `dim` on into `into`, which has only these dimensions, from element `at` on."""
+        """Read `box` from dimension `dim` on into `into`, which has only these dimensions, starting at element `at`."""
         inner = prod(self.shape[dim + 1 :])
         whole = [span == (0, size) for span, size in zip(box[dim + 1 :], self.shape[dim + 1 :], strict=True)]
         first = box[dim][0] if dim < len(box) else 0
@@ -164,11 +163,11 @@ class Stored:
                 part.copy_(block, non_blocking=True)
 
     def _fits(self, into: Tensor) -> bool:
-        """Return whether bytes can be read straight into it."""
+        """Return whether bytes can be read directly into `into`."""
         return into.device.type == "cpu" and into.dtype == self.dtype and into.is_contiguous()
 
     def _run(self, into: Tensor, at: int) -> None:
-        """Fill `into` with consecutive elements from element `at` on."""
+        """Fill `into` with consecutive elements, starting at element `at`."""
         if self._fits(into):
             self.file.read_into(into, self.start + at * self.dtype.itemsize)
         elif into.numel() * self.dtype.itemsize <= BLOCK_BYTES:
@@ -197,10 +196,10 @@ DTYPES = {
     "C64": torch.complex64,
 }
 
-# how files begin: a pointer of Git LFS, and what torch saves now and saved before 1.6
+# First bytes of files: a Git LFS pointer, and torch's formats since and before 1.6.
 POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
-SAMPLES, SAMPLE_BYTES = 64, 4 << 10  # of each file, to compare it between hosts
+SAMPLES, SAMPLE_BYTES = 64, 4 << 10  # blocks per file, and their size, for comparing files between hosts
 
 LONGEST_HEADER = 100_000_000  # bytes; the format's own limit, so that no file makes a reader parse gigabytes
 
@@ -234,7 +233,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def sampled(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return file name -> bytes, and CRC-32 of some blocks all over the file: to read a whole model takes minutes."""
+    """Return file name -> size and CRC-32 of sampled blocks, as reading a whole model takes minutes."""
     found = {}
     for name in weight_files(directory):
         file, crc = OpenFile(directory / name), 0
@@ -246,7 +245,7 @@ def sampled(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def open_tensors(directory: Path) -> StoredTensors:
-    """Open all weight files of `directory` that HuggingFace would; tensors have any shape.
+    """Open all weight files of `directory` that HuggingFace would open.
 
     Raises UserError for a file that cannot be read.
     """
@@ -272,7 +271,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Return name -> tensor (any shape) of one safetensors file. Raises UserError if it cannot be read."""
+    """Return name -> tensor of one safetensors file. Raises UserError if it cannot be read."""
     return _open(path)
 
 
@@ -289,7 +288,7 @@ def _open(path: Path) -> dict[str, LazyTensor]:
 
 
 def _start(path: Path) -> bytes:
-    """Return the first bytes, which show what kind of file it is."""
+    """Return the first bytes, which show the kind of file."""
     with path.open("rb") as file:
         return file.read(8)
 
@@ -298,7 +297,7 @@ def _open_pickled(path: Path) -> dict[str, LazyTensor]:
     start = _start(path)
     if not start.startswith((ZIP, PICKLE)):
         raise ValueError("it is not a file saved by torch")
-    mapped = start.startswith(ZIP)  # what torch saved before 1.6 can only be read whole
+    mapped = start.startswith(ZIP)  # files from before torch 1.6 can only be read whole
     try:
         content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -309,7 +308,7 @@ def _open_pickled(path: Path) -> dict[str, LazyTensor]:
 
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Read the header: 8 bytes that give its length, JSON, then the tensors' bytes one after the other."""
+    """Read the header: 8 bytes of length, then JSON; the tensors' bytes follow one after the other."""
     file = OpenFile(path)
     length = int.from_bytes(file.bytes(0, 8), "little")
     if length > min(file.size - 8, LONGEST_HEADER):
@@ -328,7 +327,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _stored(file: OpenFile, first: int, name: str, entry: Any) -> Stored:
-    """Return the tensor that an entry of the header describes; tensors begin at byte `first` of the file."""
+    """Return the tensor of a header entry; tensors begin at byte `first` of the file."""
     try:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         is_sound = type(code) is str and all(type(size) is int and size >= 0 for size in (*shape, start, stop))
