@@ -1,10 +1,10 @@
-"""The optimizer of ZeRO-1, and of bf16 with ZeRO-0: flat sums of gradients, of which each data rank updates a slice.
+"""The optimizer of ZeRO-1, and of bf16 with ZeRO-0: flat gradient sums, of which each data rank updates a slice.
 
-Parameters of one group lie one after the other in a flat tensor, and so do the sums of their gradients. A group is also
-what is reduced at once: each data-parallel rank gets the means of its slice (reduce-scatter), updates the slice of the
-weights in float32, and all ranks gather the new weights (all-gather). In one precision the two send as much as one
-all-reduce of the gradients. Large groups are cut into several, so that the reduction can begin during the backward
-pass, and a forward pass with the weights that have arrived.
+Parameters of one group lie one after the other in a flat tensor, and so do the sums of their gradients. A group is
+reduced as a whole: each data-parallel rank gets the means of its slice (reduce-scatter), updates this slice of the
+weights in float32, and all ranks gather the new weights (all-gather). In one dtype the two send as much as one
+all-reduce of the gradients. Large groups are split, so that reduction can begin during the backward pass, and a forward
+pass with the weights that have arrived.
 
 Gradients are added to the sums as soon as autograd has computed them, which frees them at once. In bf16 that reads and
 writes 10 bytes a parameter and micro-batch: 2 for the gradient, 4 and 4 for the sum. The first gradient of a step is
@@ -34,8 +34,8 @@ class Averaging:
     """How gradients become means over the data-parallel ranks.
 
     Attributes:
-        ranks: number of data-parallel ranks, also for experts, whose copies are on fewer of them.
-        dtype: the precision in which gradients are sent and added up; None for that of the sums.
+        ranks: number of data-parallel ranks, also for experts, which have fewer copies.
+        dtype: dtype in which gradients are sent and added; None for the sums' dtype.
         before: factor before the sum over ranks; 1 / ranks with DeepSpeed's `prescale_gradients`.
     """
 
@@ -50,9 +50,9 @@ class Averaging:
 
 
 class FlatOptimizer(BF16_Optimizer):
-    """DeepSpeed's optimizer of flat float32 sums, also for float32 parameters, with the parts of its step by name.
+    """DeepSpeed's optimizer of flat float32 sums, also for float32 parameters, with its step split into named parts.
 
-    `StagedEngine` calls the parts in order. `step`, which does all at once, is not used.
+    `StagedEngine` calls the parts in order. `step`, which does everything at once, is not used.
     """
 
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str], averaging: Averaging, **options: object) -> None:
@@ -60,34 +60,34 @@ class FlatOptimizer(BF16_Optimizer):
         self._averaged: set[int] = set()
         self._unsent: list[int] = []
         self._arriving: dict[int, Callable[[], object]] = {}
-        # DeepSpeed asks for bf16 here, and its arithmetic is right for float32 as well
+        # DeepSpeed requires bf16 here, but its arithmetic is right for float32 as well.
         super().__init__(
             optimizer, names, bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True), **options
         )
         self._weights_over = list(self.real_dp_process_group)
         # On a CPU the weights wait for `send_weights`. Each step has a few small collectives before the next forward
         # pass, and between hosts these would queue behind the weights in the same network card. On a GPU the weights
-        # take another way than such values of the host, so they are sent as soon as they are updated.
+        # take another path than such host values, so they are sent as soon as they are updated.
         self._sends_at_once = self.bf16_groups_flat[0].device.type != "cpu"
 
     # 1. Sums over micro-batches, during the backward passes.
 
     def forget_sums(self) -> None:
-        """Begin a step: the first gradient of each parameter is written over the sum of the last step."""
+        """Begin a step: the first gradient of each parameter overwrites the last step's sum."""
         self._averaged.clear()
         for index, group in enumerate(self.bf16_groups):
             self.fp32_groups_has_gradients[index] = [False] * len(group)
 
     def create_grad_acc_hooks(self) -> None:
-        """Add each gradient to its sum when autograd has it; DeepSpeed's constructor calls this."""
+        """Add each gradient to its sum as soon as autograd has it; called by DeepSpeed's constructor."""
         for group, parameters in enumerate(self.bf16_groups):
             for index, parameter in enumerate(parameters):
-                parameter._hp_grad = self.fp32_groups_gradients[group][index]  # where DeepSpeed's users look for it
+                parameter._hp_grad = self.fp32_groups_gradients[group][index]  # where DeepSpeed's users read it
                 hook = partial(self._add, group, index)
                 self._grad_acc_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _add(self, group: int, index: int, parameter: nn.Parameter) -> None:
-        # neither sums nor gradients have a graph, so there is none to turn off, once for each gradient
+        # No `torch.no_grad` for each gradient: neither sums nor gradients have a graph.
         if parameter.grad is None:  # a schedule has deferred it
             return
         if group in self._averaged:
@@ -97,7 +97,7 @@ class FlatOptimizer(BF16_Optimizer):
             )
         total, gradient = self.fp32_groups_gradients[group][index], parameter.grad.reshape(-1)
         if self.fp32_groups_has_gradients[group][index]:
-            total.add_(gradient)  # of two precisions: no float32 copy of the gradient is made
+            total.add_(gradient)  # mixed dtypes, without a float32 copy of the gradient
         else:
             total.copy_(gradient)
         self.fp32_groups_has_gradients[group][index] = True
@@ -109,13 +109,13 @@ class FlatOptimizer(BF16_Optimizer):
     def start_mean(self, group: int) -> Callable[[], None]:
         """Begin to average the gradients of a group over its data ranks, which all call this in the same order.
 
-        Returns a function that waits; then the slice of this rank holds the means.
+        Returns a function that waits until this rank's slice holds the means.
         """
         self._averaged.add(group)
         flat, own = self.fp32_groups_gradients_flat[group], self.fp32_groups_gradient_flat_partition[group]
         how, ranks = self._averaging, self.real_dp_process_group[group]
         if dist.get_world_size(ranks) == 1:  # nothing is sent, and nothing rounded
-            if how.ranks > 1:  # experts that no other rank holds: their gradients are a mean over all data ranks, too
+            if how.ranks > 1:  # experts without copies: their gradients too are means over all data ranks
                 own.mul_(1.0 / how.ranks)
             return lambda: None
         sent = flat if how.dtype in (None, flat.dtype) else flat.to(how.dtype)
@@ -134,7 +134,7 @@ class FlatOptimizer(BF16_Optimizer):
     # 3. Norm and clipping.
 
     def gradients_in_norm(self, tp_rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's slices of the gradients that it counts in the norm: dense ones, and those of experts."""
+        """Return this rank's gradient slices that it counts in the norm: dense ones and expert ones."""
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, parameters in enumerate(self.bf16_groups):
             own = self.fp32_groups_gradient_flat_partition[index]
@@ -143,7 +143,7 @@ class FlatOptimizer(BF16_Optimizer):
         return found
 
     def _runs(self, index: int, wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
-        """Yield where the wanted parameters of a group lie in this rank's slice, neighbours as one."""
+        """Yield the ranges of a group's wanted parameters in this rank's slice, merging neighbours."""
         size = self.fp32_groups_gradient_flat_partition[index].numel()
         first = dist.get_rank(self.real_dp_process_group[index]) * size
         at, begun = -first, None
@@ -159,14 +159,14 @@ class FlatOptimizer(BF16_Optimizer):
 
     @property
     def slices(self) -> list[Tensor]:
-        """This rank's slices of the gradients, flat: those by which it updates weights."""
+        """This rank's flat gradient slices, from which it updates weights."""
         found: list[Tensor] = self.fp32_groups_gradient_flat_partition
         return found
 
     # 4. The update.
 
     def gather_over(self, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """Gather weights over these process groups, by their ranks, where there is one for a group's data ranks."""
+        """Gather weights over these process groups, given by ranks, for the groups with the same data ranks."""
         ranks = [tuple(dist.get_process_group_ranks(group)) for group in self.real_dp_process_group]
         self._weights_over = [
             groups.get(key, of_means) for key, of_means in zip(ranks, self.real_dp_process_group, strict=True)
@@ -179,7 +179,7 @@ class FlatOptimizer(BF16_Optimizer):
         Until `await_weights`, the weights are a mixture of old and new ones.
 
         Args:
-            order: all groups, those first that are needed first; the same on all data ranks of a group.
+            order: all groups, in the order in which they are needed; the same on all data ranks of a group.
         """
         self.await_weights()
         steps, groups = self.optimizer, self.optimizer.param_groups
@@ -205,7 +205,7 @@ class FlatOptimizer(BF16_Optimizer):
     def _copy_slice(self, index: int) -> None:
         """Copy this rank's updated slice of a group to the model's parameters."""
         weights, own = self.fp32_groups_flat_partition[index], self._own_slice(index)
-        if own.untyped_storage()._cdata != weights.untyped_storage()._cdata:  # float32: they are updated where they lie
+        if own.untyped_storage()._cdata != weights.untyped_storage()._cdata:  # float32 weights are updated in place
             own.data.copy_(weights.data)
 
     def _own_slice(self, index: int) -> Tensor:
@@ -214,7 +214,7 @@ class FlatOptimizer(BF16_Optimizer):
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Begin to gather updated slices over the data ranks, unless that has begun; all ranks call it."""
+        """Begin to gather updated slices over the data ranks, unless already begun; all ranks call it."""
         for index in self._unsent:
             flat, ranks = self.bf16_groups_flat[index], self._weights_over[index]
             if dist.get_world_size(ranks) > 1:
@@ -223,7 +223,7 @@ class FlatOptimizer(BF16_Optimizer):
         self._unsent.clear()
 
     def await_weights(self, groups: Iterable[int] | None = None) -> None:
-        """Wait until the weights of some groups (default: all) are those of the last update; all ranks call it.
+        """Wait until some groups (default: all) have the weights of the last update; all ranks call it.
 
         On a GPU the current stream waits, and the host goes on.
         """
@@ -233,26 +233,26 @@ class FlatOptimizer(BF16_Optimizer):
                 wait()
 
     def abandon_weights(self) -> None:
-        """Wait for the weights that are on their way, and send no others; a rank may call it alone, as after an error.
+        """Wait for the weights in flight, and send no others; a rank may call it alone, as after an error.
 
-        Sent by one rank alone, they would wait for the others.
+        A gather started by one rank alone would wait for the others.
         """
         self._unsent.clear()
         self.await_weights()
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
-        """Bring the values of the float32 weights to the parameters of the model; all ranks call it."""
+        """Copy the float32 weights to the model's parameters; all ranks call it."""
         self.await_weights()
         for index in range(len(self.bf16_groups)):
             self._copy_slice(index)
             self._unsent.append(index)
         self.await_weights()
 
-    # Where DeepSpeed's constructor makes the tensors.
+    # Called while DeepSpeed's constructor makes the tensors.
 
     def _link_all_hp_params(self) -> None:
-        """Let float32 parameters be their own float32 weights: DeepSpeed has made copies."""
+        """Make float32 parameters their own float32 weights, instead of DeepSpeed's copies."""
         for index, flat in enumerate(self.bf16_groups_flat):
             if flat.dtype == torch.float32:
                 rank = dist.get_rank(self.real_dp_process_group[index])

@@ -109,7 +109,7 @@ def _flat_partition_slices(updated: FlatPartition) -> Iterator[ParameterSlice]:
             length=end - begin,
             offset=begin - first if end > begin else 0,
             group=updated.group,
-            # its first and its last element belong to different ranks
+            # the first and the last element belong to different ranks
             split=offset // size != (offset + parameter.numel() - 1) // size,
         )
 
@@ -143,12 +143,12 @@ def updated_tensors(optimizer: EngineOptimizer, chosen: Sequence[int] | None = N
     """Yield the tensors that `optimizer`, the engine's, updates for the parameter groups `chosen`, or for all."""
     chosen = range(len(optimizer.param_groups)) if chosen is None else chosen
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        # ZeRO-3's `fp16_groups` are sub-groups of at most `sub_group_size` elements, in any precision
+        # ZeRO-3's `fp16_groups` are sub-groups of at most `sub_group_size` elements, in any dtype.
         for index, parameters in enumerate(optimizer.fp16_groups):
             if (group := optimizer.sub_group_to_group_id[index]) in chosen:
                 yield PerParameterPartition(optimizer.fp32_partitioned_groups_flat[index], parameters, group)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        # "round robin" is DeepSpeed's name for the order in memory, also where `round_robin_gradients` is off
+        # "round robin" is DeepSpeed's name for the memory order, even if `round_robin_gradients` is off.
         for index in chosen:
             yield FlatPartition(
                 optimizer.single_partition_of_fp32_groups[index],
@@ -160,7 +160,7 @@ def updated_tensors(optimizer: EngineOptimizer, chosen: Sequence[int] | None = N
     elif isinstance(optimizer, BF16_Optimizer):
         for index in chosen:
             parameters = optimizer.bf16_groups[index]
-            # without gaps: DeepSpeed pads the flat tensor only at its end, behind the last parameter
+            # Without gaps: DeepSpeed pads the flat tensor only after the last parameter.
             offsets = [sum(p.numel() for p in parameters[:at]) for at in range(len(parameters))]
             flat, group = optimizer.fp32_groups_flat_partition[index], optimizer.real_dp_process_group[index]
             yield FlatPartition(flat, parameters, offsets, group, index)

@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient, in which each parameter counts once, whatever the layout."""
+"""The whole model's gradient norm, in which each parameter counts once in every layout."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from harness.topology.groups import Groups
 
 BLOCK = 2**20
-"""Elements that a CPU converts to float64 at once: torch has no sum there that reads float32 and adds in float64."""
+"""Elements converted to float64 at a time on a CPU, where torch cannot read float32 and add in float64."""
 
 
 def global_norm(
     dense: Iterable[Tensor], experts: Iterable[Tensor], groups: Groups, device: torch.device, *, divided: bool = False
 ) -> Tensor:
-    """Return the Euclidean norm of the whole model's gradient, a float64 scalar on `device`; all ranks call it.
+    """Return the L2 norm of the whole model's gradient, a float64 scalar on `device`; all ranks call it.
 
     Args:
-        dense: gradients (any shape) of the parameters that all data-parallel ranks hold.
-        experts: gradients of this rank's own experts; the ranks of `ep_group` have others.
-        divided: whether each data-parallel rank brings its own slices of the gradients, not whole ones.
+        dense: gradients of the parameters that are replicated over data-parallel ranks.
+        experts: gradients of this rank's experts; other ranks of `ep_group` have other experts.
+        divided: whether each data-parallel rank passes its slices of the gradients instead of whole ones.
     """
     total = square_sum(experts, device)
     over = groups.dp_group if divided else groups.ep_group
@@ -31,8 +31,8 @@ def global_norm(
     if over is not None:
         dist.all_reduce(total, group=over)
     if not divided:
-        total = total + square_sum(dense, device)  # equal on all data ranks: their sum would count it once for each
-    # first within each stage, so that its tensor-parallel ranks bring the same value to the sum over the stages
+        total = total + square_sum(dense, device)  # replicated: a sum over data ranks would count it several times
+    # Within each stage first, so that its tensor-parallel ranks contribute the same value to the sum over stages.
     for group in (groups.tp_group, groups.pp_group):
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -40,10 +40,10 @@ def global_norm(
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all elements, a float64 scalar on `device`; 0 without tensors.
+    """Return the sum of squares of all elements, a float64 scalar on `device`; 0 without tensors.
 
-    In float64 the terms' grouping, which differs by layout, changes the result by far less than float32's precision.
-    One call for all tensors: on a GPU it is one kernel for hundreds of them, and reads them in their own precision.
+    In float64 the grouping of terms, which depends on the layout, changes the result by far less than float32's
+    precision. One call for all tensors: on a GPU it is one kernel for hundreds of them, and reads their own dtype.
     """
     size = BLOCK if device.type == "cpu" else None
     parts = [part for tensor in tensors for part in tensor.detach().reshape(-1).split(size or max(1, tensor.numel()))]
@@ -55,8 +55,8 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def counts(parameter: Tensor, tp_rank: int) -> bool:
     """Return whether this rank counts a parameter in the norm.
 
-    It counts its own shards, and on tensor-parallel rank 0 also parameters that all these ranks hold whole. A tied
-    parameter is counted by the first stage that holds it; DeepSpeed marks the other copies.
+    It counts its shards, and on tensor-parallel rank 0 also replicated parameters. A tied parameter is counted by the
+    first stage that holds it; DeepSpeed marks the other copies.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False

@@ -1,17 +1,17 @@
-"""Hide what data-parallel ranks send behind what they compute: means of gradients, and new weights.
+"""Overlap data-parallel communication with computation: gradient reduce-scatters and weight all-gathers.
 
 Gradients are averaged while the last backward pass of a step still computes others.
 
 A backward pass reaches the layers in reverse order. When it asks a layer's predecessor for the gradient of its output,
-the layer has all of its own gradients: autograd runs first what the forward pass has made last. Then the reduction of
-each parameter group that has nothing in earlier layers can begin.
+the layer has all of its own gradients: autograd runs the most recent node first. Then the reduction of each parameter
+group with nothing in earlier layers can begin.
 
-Reductions begin in one fixed order, the same on all ranks: NCCL and gloo pair collectives by their order. A group waits
-for the end of the pass if its gradients are summed over other ranks first: tied weights, and parameters of which each
-tensor-parallel rank has a partial gradient.
+Reductions begin in one fixed order, the same on all ranks: NCCL and gloo match collectives by their order. A group
+waits for the end of the pass if its gradients are summed over other ranks first: tied weights, and parameters with
+partial gradients on tensor-parallel ranks.
 
 New weights are gathered while the next forward pass already computes: each layer waits for the parameter groups that it
-needs and no layer before it did. They begin in the order in which they are needed.
+is the first to need. They begin in the order in which they are needed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from harness.deepspeed.flat_optimizer import FlatOptimizer
 Chunk = Sequence[tuple[int, object]]
 """The layers of a model chunk, each with its index in the pipeline."""
 Fill = Callable[[Sequence[nn.Parameter]], None]
-"""Gives parameters without a gradient one of zeros."""
+"""Gives parameters without a gradient a zero gradient."""
 
 
 class OverlappedMeans:
     """Starts and awaits the averaging of an optimizer's gradients, group by group.
 
     Attributes:
-        is_last_pass: set while the last micro-batch of a step passes forwards or backwards.
+        is_last_pass: set during the forward and backward pass of a step's last micro-batch.
     """
 
     def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk], fill: Fill) -> None:
@@ -42,7 +42,7 @@ class OverlappedMeans:
         self._optimizer = optimizer
         self._fill = fill
         self._layers_of = self._place(chunks)
-        # the group whose earliest layer comes last is ready first; without a known layer, at the very end
+        # The group whose earliest layer comes last is ready first; a group without a known layer is last.
         groups = range(len(optimizer.bf16_groups))
         self._order = sorted(groups, key=lambda group: -min(self._layers_of[group], default=-1))
         self._late: frozenset[int] | None = None
@@ -50,10 +50,10 @@ class OverlappedMeans:
         self._under_way: dict[int, Callable[[], None]] = {}
 
     def _place(self, chunks: Sequence[Chunk]) -> dict[int, frozenset[int]]:
-        """Have each layer report its backward pass; return the layers that hold parameters of each group.
+        """Make each layer report its backward pass; return the layers that hold parameters of each group.
 
-        Groups with a parameter in no layer, or in the first of a chunk, have the layer -1, which is never reported: its
-        input has no graph, so nothing is asked of it.
+        Groups with a parameter in no layer, or in the first layer of a chunk, have the layer -1, which is never
+        reported: its input has no graph, so no gradient arrives there.
         """
         layers: dict[int, set[int]] = {}
         for chunk in chunks:
@@ -88,7 +88,7 @@ class OverlappedMeans:
             }
 
     def finish(self) -> None:
-        """Average the gradients of all groups; then the slices of this rank hold the means."""
+        """Average the gradients of all groups; this rank's slices then hold the means."""
         for group in self._order:
             if group not in self._under_way:
                 self._start(group)
@@ -97,9 +97,9 @@ class OverlappedMeans:
         self._missing = {}
 
     def _watch(self, layers: Sequence[int], _layer: nn.Module, inputs: object) -> None:
-        """Before a forward pass of the last micro-batch: have the gradient of a layer's input report the layers after.
+        """Before a forward pass of the last micro-batch, make the gradient of a layer's input report the layers after.
 
-        In the first pass of a block that is recomputed, only the first layer's input has a graph.
+        In the first pass of a recomputed block, only the first layer's input has a graph.
         """
         if self.is_last_pass and self._missing:
             for tensor in tree_leaves(inputs):
@@ -108,7 +108,7 @@ class OverlappedMeans:
                     return
 
     def _report(self, layers: Sequence[int]) -> None:
-        """Begin what can begin now that the backward passes of these layers are complete."""
+        """Begin the reductions that are ready now that these layers' backward passes are complete."""
         for missing in self._missing.values():
             missing.difference_update(layers)
         for group in self._order:
@@ -119,31 +119,31 @@ class OverlappedMeans:
             self._start(group)
 
     def _start(self, group: int) -> None:
-        self._fill(self._optimizer.bf16_groups[group])  # zeros for what this rank has not used in this step
+        self._fill(self._optimizer.bf16_groups[group])  # zeros for parameters that this rank has not used
         self._under_way[group] = self._optimizer.start_mean(group)
 
 
 class AwaitedWeights:
-    """Has each layer wait for its new weights when a forward pass reaches it for the first time.
+    """Makes each layer wait for its new weights when a forward pass first reaches it.
 
     Attributes:
-        order: all parameter groups, those first that are needed first.
+        order: all parameter groups, in the order in which they are needed.
     """
 
     def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk]) -> None:
         self._optimizer = optimizer
-        calls = [layer for chunk in chunks for _, layer in chunk]  # a micro-batch passes them in this order
+        calls = [layer for chunk in chunks for _, layer in chunk]  # in the order of a micro-batch
         needed = [_first_need(calls, parameters) for parameters in optimizer.bf16_groups]
         self.order = sorted(range(len(needed)), key=needed.__getitem__)
         self._at_first = [group for group in self.order if needed[group] < 0]
         for place, layer in enumerate(calls):
             groups = [group for group in self.order if needed[group] == place]
             if groups and isinstance(layer, nn.Module):
-                # before other hooks, which may read weights
+                # Before other hooks, which may read weights.
                 layer.register_forward_pre_hook(partial(self._await, groups), prepend=True)
 
     def await_first_weights(self) -> None:
-        """Send the weights that are not sent yet, and wait for those that no layer waits for."""
+        """Send the weights not yet sent, and wait for the ones that no layer waits for."""
         self._optimizer.await_weights(self._at_first)
 
     def _await(self, groups: Sequence[int], _layer: nn.Module, _inputs: object) -> None:
@@ -151,10 +151,10 @@ class AwaitedWeights:
 
 
 def _first_need(calls: Sequence[object], parameters: Sequence[nn.Parameter]) -> int:
-    """Return the place in `calls` of the layer that waits for these parameters; -1 if none can.
+    """Return the index in `calls` of the layer that waits for these parameters; -1 if none can.
 
-    It is the first with any of them. A function may read any parameter and cannot wait, so the last layer before it
-    does.
+    It is the first layer with any of them. A function may read any parameter and cannot wait, so the last layer before
+    it waits.
     """
     ids = set(map(id, parameters))
     for place, call in enumerate(calls):

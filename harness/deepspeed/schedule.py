@@ -3,9 +3,8 @@
 `ScheduledEngine` replaces the engine's instruction list and adds three features that DeepSpeed lacks: a backward pass
 that defers its weight gradients, sends that do not block (`Transfers`), and several model chunks per stage.
 
-DeepSpeed's engine has attributes for one chunk only: buffers, received shapes and the like. They are saved and
-replaced whenever the engine switches to another chunk. The previous and the next chunk take the place of the
-neighbouring stages.
+DeepSpeed's engine has attributes for only one chunk: buffers, received shapes and the like. They are saved and replaced
+whenever the engine switches to another chunk. The previous and the next chunk replace the neighbouring stages.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from harness.topology.env import run_timeout
 class Transfers:
     """Sends and receives activations, or gradients, between one stage and the others.
 
-    Each direction has a process group of its own. NCCL completes a send only when its receive has begun, and runs the
-    calls of one group in order. With one group for both directions, two stages that send to each other would deadlock.
+    Each direction has its own process group. NCCL completes a send only when its receive has begun, and runs the calls
+    of one group in order. With one group for both directions, two stages that send to each other would deadlock.
 
     Attributes:
         groups: process group for tensors to a later stage (True), and to an earlier stage (False).
@@ -48,7 +47,7 @@ class Transfers:
 
     def send(self, tensor: Tensor, chunk: int) -> None:
         """Start to send a tensor (any shape) to the stage of a chunk; replaces DeepSpeed's `p2p.send`."""
-        # keep a reference until the send is complete: the tensor's memory must not be reused before
+        # Keep a reference until the send completes: the tensor's memory must not be reused before.
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
         tensor, stage = tensor.detach().contiguous(), self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:  # both chunks are on this stage: no communication
@@ -75,12 +74,11 @@ class Transfers:
         self._under_way.clear()
 
     def clear(self) -> None:
-        """Drop tensors between chunks of this stage that a failed step has left."""
         self._within.clear()
 
 
 def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfers, Transfers]:
-    """Return the transfers of activations and those of gradients; all ranks must call it, as it creates groups."""
+    """Return the transfers of activations and of gradients; all ranks must call it, as it creates groups."""
     activations: dict[bool, dist.ProcessGroup | None] = {True: None}  # None: the default group of all ranks
     gradients: dict[bool, dist.ProcessGroup | None] = {False: engine.grid.get_pipe_parallel_group()}
     if chunks.per_stage > 1:  # the next chunk may be on an earlier stage
@@ -90,7 +88,7 @@ def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfe
 
 def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:
     """Return a new group of the stages of this rank's pipeline; all ranks must call it."""
-    mine = None  # torch wants every rank to create every group, in one order
+    mine = None  # torch requires every rank to create every group, in the same order
     for ranks in engine.module.topology().get_axis_comm_lists("pipe"):
         group = dist.new_group(ranks, timeout=run_timeout())
         mine = group if engine.global_rank in ranks else mine
@@ -99,7 +97,7 @@ def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:
 
 @contextmanager
 def in_place_of_p2p(transfers: Transfers) -> Iterator[None]:
-    """Have DeepSpeed send and receive by `transfers` in this context: its methods call functions of one module."""
+    """In this context, DeepSpeed sends and receives by `transfers`: its methods call functions of one module."""
     before = p2p.send, p2p.recv
     p2p.send = transfers.send
     p2p.recv = transfers.receive
@@ -133,13 +131,13 @@ class StageProgram:
 
 
 class Deferring(Protocol):
-    """Weight gradients that backward passes leave for later (`parallel/weight_gradients.py`)."""
+    """Weight gradients deferred by backward passes (`parallel/weight_gradients.py`)."""
 
     def defer(self) -> AbstractContextManager[object]:
         """Return a context in which a backward pass defers its weight gradients."""
 
     def compute(self) -> None:
-        """Compute and accumulate the weight gradients of the oldest backward pass that has deferred some."""
+        """Compute and accumulate the weight gradients of the oldest deferring backward pass."""
 
     def clear(self) -> None:
         """Drop all deferred weight gradients."""
@@ -151,9 +149,9 @@ class Schedule:
 
     Attributes:
         training: returns the stage's instructions for a step with a number of micro-batches.
-        evaluation: returns those that evaluate a number of micro-batches.
-        deferred: the weight gradients that backward passes leave for later.
-        defers: whether any do.
+        evaluation: returns the instructions that evaluate a number of micro-batches.
+        deferred: the weight gradients that backward passes defer.
+        defers: whether any backward pass defers.
     """
 
     chunks: ModelChunks
@@ -163,7 +161,7 @@ class Schedule:
     defers: bool
 
 
-# Sends first: what was sent must have arrived before weights change. Tied weights before the data-parallel reduction,
+# Sends come first: they must complete before weights change. Tied weights come before the data-parallel reduction,
 # which must see their sums over stages.
 UPDATE = ("AwaitSends", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
@@ -186,15 +184,15 @@ METHODS: Mapping[str, str] = {
 
 
 class ScheduledEngine(PipelineEngine):
-    """PipelineEngine that trains by a `Schedule`, with any number of model chunks a stage.
+    """A PipelineEngine that follows a `Schedule`, with any number of model chunks per stage.
 
     Attributes:
         observers: called before and after each instruction.
-        micro_batch: the micro-batch of the instruction that is executed; None for those of the whole step.
+        micro_batch: the current instruction's micro-batch; None for instructions of the whole step.
     """
 
     grad_layer: object
-    _speaks_of_chunks = False  # DeepSpeed's constructor greets the neighbouring stages, by their own numbers
+    _speaks_of_chunks = False  # DeepSpeed's constructor talks to neighbouring stages by their stage numbers
 
     def __init__(self, schedule: Schedule, **of_deepspeed: object) -> None:
         super().__init__(**of_deepspeed)
@@ -214,23 +212,23 @@ class ScheduledEngine(PipelineEngine):
         self._transfers = open_transfers(self, schedule.chunks) if schedule.chunks.count > 1 else None
         self._speaks_of_chunks = True
 
-    # What is executed, and who looks on.
+    # Execution and observers.
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Call `observer` around each instruction from now on; return a function that ends this."""
+        """Call `observer` around each instruction from now on; return a function that removes it."""
         self.observers.append(observer)
         return partial(self.observers.remove, observer)
 
     def _train_schedule(self) -> StageProgram:
         if self.schedule.defers:
-            self.schedule.deferred.clear()  # a failed step may have left some
+            self.schedule.deferred.clear()  # left by a failed step
         return self._begin(self.schedule.training(self.micro_batches), UPDATE)
 
     def _inference_schedule(self, micro_batches: int) -> StageProgram:
         return self._begin(self.schedule.evaluation(micro_batches), ("AwaitSends",))
 
     def _begin(self, program: StageProgram, last: Sequence[str]) -> StageProgram:
-        """Drop what a failed step may have left, and return a program that ends with the instructions `last`."""
+        """Drop the remains of a failed step; return a program that ends with the instructions `last`."""
         for transfers in self._transfers or ():
             transfers.clear()
         self._leave_chunk()
@@ -264,15 +262,15 @@ class ScheduledEngine(PipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         ends_here, loss = self.is_last_stage(), self.module.loss_fn
-        # With tiling the last layer computes the loss of each tile, but DeepSpeed passes labels only to the loss
+        # With tiling, the last layer computes the loss of each tile, but DeepSpeed passes labels only to the loss.
         loss.expect(self.pipe_buffers["labels"][buffer_id] if ends_here else None)
         super()._exec_forward_pass(buffer_id)
         loss.expect(None)
         if ends_here:
-            # DeepSpeed keeps only the last loss, but in other schedules than 1F1B other forward passes may come before
-            # this one's backward pass
+            # DeepSpeed keeps only the last loss, but in schedules other than 1F1B other forward passes may come before
+            # this micro-batch's backward pass.
             self._losses[buffer_id] = self.loss
-            # it would keep the logits of a micro-batch in memory until those of a later one replace them
+            # DeepSpeed would keep a micro-batch's logits in memory until a later one's replace them.
             self.pipe_buffers["outputs"][buffer_id] = None
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
@@ -289,15 +287,15 @@ class ScheduledEngine(PipelineEngine):
         self.grad_layer = received
 
     def _exec_weight_gradients(self, _buffer_id: int) -> None:
-        """Compute the oldest weight gradients: schedules defer and compute in one order, so no buffer is needed."""
-        # While this is unset, DeepSpeed's gradient hooks would take it for a backward pass of the user's.
+        """Compute the oldest weight gradients. Schedules defer and compute in the same order: no buffer is needed."""
+        # Without this, DeepSpeed's gradient hooks would take it for a backward pass started by the user.
         self._running_engine_backward = True
         try:
             self.schedule.deferred.compute()
         finally:
             self._running_engine_backward = False
 
-    # Sends and receives: DeepSpeed's, by transfers that do not wait for the receiver.
+    # Sends and receives are DeepSpeed's, but by transfers that do not wait for the receiver.
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         with self._by_transfers(0):
@@ -318,32 +316,32 @@ class ScheduledEngine(PipelineEngine):
     def _exec_await_sends(self) -> None:
         for transfers in self._transfers or ():
             transfers.finish()
-        self._leave_chunk()  # what follows is of the whole stage: the reductions, the update and the mean loss
+        self._leave_chunk()  # the reductions, the update and the mean loss belong to the whole stage
 
     def _by_transfers(self, direction: int) -> AbstractContextManager[None]:
         assert self._transfers is not None, "a model of one chunk neither sends nor receives"
         return in_place_of_p2p(self._transfers[direction])
 
-    # Several chunks a stage: what DeepSpeed's engine asks of its stage is answered for the chunk that it works on.
+    # Several chunks per stage: DeepSpeed's questions about its stage are answered for the current chunk.
 
     @property
     def _here(self) -> list[int]:
-        """The chunk that the engine works on, as a list; outside of a schedule all chunks of the stage."""
+        """The current chunk, as a list; outside a schedule all chunks of the stage."""
         return self._own if self._at is None else [self._at]
 
     def is_first_stage(self) -> bool:
-        """Return whether the chunk at work, or any of the stage, is the first one."""
+        """Return whether the current chunk, or any chunk of the stage, is the first one."""
         return 0 in self._here if self._speaks_of_chunks else bool(super().is_first_stage())
 
     def is_last_stage(self) -> bool:
-        """Return whether the chunk at work, or any of the stage, is the last one."""
+        """Return whether the current chunk, or any chunk of the stage, is the last one."""
         return self.schedule.chunks.count - 1 in self._here if self._speaks_of_chunks else bool(super().is_last_stage())
 
     def _loss_stage_global_rank(self) -> int:
         return int(self.grid.stage_to_global(self.schedule.chunks.loss_stage))
 
     def reset_activation_shape(self) -> None:
-        """Let the stages exchange shapes anew, for each chunk."""
+        """Make the stages exchange shapes again, for each chunk."""
         if not self._chunk_state:
             super().reset_activation_shape()
         for chunk in self._chunk_state:
@@ -352,8 +350,8 @@ class ScheduledEngine(PipelineEngine):
         self._leave_chunk()
 
     def _next_batch(self) -> object:
-        # A stage with both the first chunk (which needs the ids) and the last (labels) loads each batch twice in the
-        # schedule, but must read it only once. It keeps a queue for each of the two chunks.
+        # A stage with both the first chunk (which needs the ids) and the last (labels) loads each batch twice, but must
+        # read it only once. It keeps a queue for each of the two chunks.
         if len(self._own) == 1:
             return super()._next_batch()
         if not self._loaded[self._here[0]]:
@@ -363,7 +361,7 @@ class ScheduledEngine(PipelineEngine):
         return self._loaded[self._here[0]].popleft()
 
     def _enter_chunk(self, chunk: int) -> None:
-        """Switch to a chunk: take its attributes for those of the stage."""
+        """Switch to a chunk: replace the stage's attributes by the chunk's."""
         if chunk == self._at:
             return
         self._leave_chunk()
@@ -371,13 +369,13 @@ class ScheduledEngine(PipelineEngine):
         for name, value in self._chunk_state[chunk].items():
             setattr(self, name, value)
         self._reserve_pipe_buffers(self._slots)
-        # DeepSpeed passes these to `p2p.send` and `p2p.recv`; `Transfers` replaces those, and takes chunks, not stages
+        # DeepSpeed passes these to `p2p.send` and `p2p.recv`, which `Transfers` replaces and which then take chunks.
         self.prev_stage = chunk - 1
         self.next_stage = chunk + 1
         self.module.chunk = chunk
 
     def _leave_chunk(self) -> None:
-        """Save the attributes of the chunk at work; the engine then works on none."""
+        """Save the current chunk's attributes; the engine then has no current chunk."""
         if self._at is not None and self._chunk_state:
             self._chunk_state[self._at] = {name: getattr(self, name) for name in OF_A_CHUNK}
         self._at = None

@@ -1,8 +1,8 @@
 """The update of a step, in the order in which it happens: from the last backward pass to the new weights.
 
 `StagedEngine` is the page to read: ZeRO-0 and ZeRO-1, with any number of pipeline stages. DeepSpeed's engine executes
-the three instructions that end a step, and their methods here say what each does. Below it stand the adapters of the
-optimizers that DeepSpeed keeps to itself: ZeRO-2 (and ZeRO-1 with offloaded states or in fp16), and ZeRO-3.
+the three instructions that end a step, each by a method here. The adapters below it correct DeepSpeed's own optimizers:
+ZeRO-2 (and ZeRO-1 with offloaded states or in fp16), and ZeRO-3.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from harness.topology.groups import Groups, second_data_groups
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float, loss_scale: float = 1.0) -> None:
-    """Scale gradients (any shape) in place so that the norm of the whole model's gradient is at most `limit`.
+    """Scale gradients in place so that the norm of the whole model's gradient is at most `limit`.
 
     Args:
-        gradients: those by which this rank updates weights: whole ones, slices, or parts of them.
-        norm: of the whole model's gradient times `loss_scale`, a scalar on the device.
-        limit: 0 clips nothing.
-        loss_scale: gradients are divided by it (fp16).
+        gradients: the gradients from which this rank updates weights: whole ones, slices, or parts of slices.
+        norm: gradient norm of the whole model times `loss_scale`, a scalar on the device.
+        limit: largest norm; 0 disables clipping.
+        loss_scale: divides the gradients (fp16).
     """
     if gradients and (limit or loss_scale != 1.0):
         torch._foreach_mul_(list(gradients), (1.0 / clipping_divisor(norm, limit, loss_scale)).float())
 
 
 def clipping_divisor(norm: Tensor, limit: float, loss_scale: float = 1.0) -> Tensor:
-    """Return what `clip` divides gradients by, a scalar on the device."""
+    """Return the divisor of gradients in `clip`, a scalar on the device."""
     if not limit:
         return torch.full_like(norm, loss_scale)
     # `clamp` and not `if norm > limit`, for which the host would wait for the device; 1e-6 as in torch's
@@ -60,36 +60,36 @@ def clipping_divisor(norm: Tensor, limit: float, loss_scale: float = 1.0) -> Ten
 
 
 class Compression(Protocol):
-    """A reduction that sends gradients in a few bits, and keeps what rounding has lost for the next step."""
+    """A reduction that sends gradients in a few bits, and carries the rounding error to the next step."""
 
     def average(self, gradients: Sequence[Tensor], scale: float = 1.0) -> None:
         """Replace gradients by their means over the data-parallel ranks, in place."""
 
     @property
     def description(self) -> str:
-        """A text that two reductions share if one can continue with the other's `state`."""
+        """A text that is equal for two reductions if one can continue from the other's `state`."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of this rank to be saved, by name."""
+        """Return this rank's state to save, by name."""
 
     def set_state(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from a `state`."""
 
     def reset(self) -> None:
-        """Forget what rounding has lost."""
+        """Forget the accumulated rounding error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateParts:
-    """What an update needs besides DeepSpeed.
+    """The inputs of an update besides DeepSpeed's engine.
 
     Attributes:
-        sum_partial: sums the gradients that are partial sums on each tensor-parallel rank; called with a function that
+        sum_partial: sums the gradients that are partial on each tensor-parallel rank; called with a function that
             returns a parameter's gradient.
-        is_partial: whether a parameter has such a gradient; known after the first forward pass.
-        skips_nonfinite: whether a step whose gradient is not finite changes no weight.
-        overlaps: whether gradients may be averaged while the last backward pass of a step runs.
-        compression: averages gradients over the data-parallel ranks in DeepSpeed's place; None without it.
+        is_partial: whether a parameter has a partial gradient; known after the first forward pass.
+        skips_nonfinite: whether a step with a non-finite gradient changes no weight.
+        overlaps: whether to average gradients during the last backward pass of a step.
+        compression: averages gradients over the data-parallel ranks instead of DeepSpeed; None without compression.
         reading: begins to copy scalars to the host; returns a function that waits for them.
     """
 
@@ -103,13 +103,13 @@ class UpdateParts:
 
 
 class StagedEngine(ConstructedEngine, ScheduledEngine):
-    """Pipeline stages, perhaps one, with ZeRO-0 or ZeRO-1.
+    """One or more pipeline stages, with ZeRO-0 or ZeRO-1.
 
     Attributes:
-        skips_on_device: whether the device skipped the last update if its gradient was not finite, so that this engine
-            has counted it as made.
-        outcome: waits for the norm, the mean loss and the other losses of the last step, but not for its update, and
-            returns them; None if the step was not made here.
+        skips_on_device: whether the device itself skips an update with a non-finite gradient, which this engine then
+            counts as made.
+        outcome: returns norm, mean loss and other losses of the last step, waiting for these but not for the update;
+            None if DeepSpeed's own optimizer made the step.
     """
 
     skips_on_device = False
@@ -137,10 +137,11 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             self.optimizer.most_groups = max(all_gather_object(len(self.optimizer.param_groups)))
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
-        """Make a step with the micro-batches of an iterator; return the mean loss, a scalar, equal on all ranks."""
+        """Run a step on the iterator's micro-batches; return the mean loss, a scalar equal on all ranks."""
         if self.wall_clock_breakdown():
             loss: Tensor = super().train_batch(data_iter)  # with DeepSpeed's timers and their report
             return loss
+        # DeepSpeed's `train_batch` without its timers, which synchronise with the device.
         self.set_dataiterator(data_iter)
         self.module.train()
         self.total_loss = self.total_additional_losses = None
@@ -149,16 +150,16 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         mean: Tensor = self.agg_train_loss  # by the last instruction
         return mean
 
-    # During the passes: the first one waits for the weights of the last update, layer by layer. Means over
-    # data-parallel ranks begin in the backward pass of the last micro-batch.
+    # During the passes: the first forward pass waits for the weights of the last update, layer by layer. Averaging over
+    # data-parallel ranks begins in the backward pass of the last micro-batch.
 
     def _train_schedule(self) -> StageProgram:
         if self.weights is not None:
             self.weights.await_first_weights()
             self.optimizer.forget_sums()
         if self.means is not None:
-            # Not in the first step, in which unused parameters and partial gradients are found, and not if weight
-            # gradients come after the pass that this looks at.
+            # Not in the first step, which finds unused parameters and partial gradients, and not if weight gradients
+            # are deferred past the watched backward pass.
             overlaps = self.overlaps and self._has_stepped and not self.schedule.defers
             self.means.begin_step(self._summed_first, overlaps=overlaps)
         return super()._train_schedule()
@@ -168,12 +169,12 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         return super()._inference_schedule(micro_batches)
 
     def await_weights(self) -> None:
-        """Wait until the weights on this rank are those of the last update; all ranks call it."""
+        """Wait until this rank has the weights of the last update; all ranks call it."""
         if self.weights is not None:
             self.optimizer.await_weights()
 
     def abandon_weights(self) -> None:
-        """Wait for the weights that are on their way to this rank, and send no others: nobody reads them."""
+        """Wait for the weights in flight to this rank, and send no others, which nobody would read."""
         if self.weights is not None:
             self.optimizer.abandon_weights()
 
@@ -182,7 +183,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             super()._exec_forward_pass(buffer_id)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        with self._last_pass():  # it may recompute layers
+        with self._last_pass():  # the backward pass may recompute layers
             super()._exec_backward_pass(buffer_id)
 
     @contextmanager
@@ -201,18 +202,18 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
     # The instruction ReduceTiedGrads, after the last backward pass of a step: sums within the model.
 
     def _exec_reduce_tied_grads(self) -> None:
-        # Before missing gradients become zeros, which have no gradient for the optimizer to leave alone: DeepSpeed's
+        # Before missing gradients become zeros: torch's optimizers skip parameters without a gradient, but DeepSpeed's
         # would apply weight decay to them.
         if not self._has_stepped:
             self.unused.look(self.gradients.found)
-        # Ranks may have used different parameters. Those that reduce only existing gradients would call different
-        # collectives, and hang.
+        # Ranks may have used different parameters. If each reduced only its existing gradients, ranks would call
+        # different collectives, and hang.
         self.gradients.fill(self.trained)
-        # Gradients that are partial sums on each tensor-parallel rank, in one all-reduce a step.
+        # Gradients that are partial on each tensor-parallel rank, in one all-reduce per step.
         if self._sums_partial:
             self.parts.sum_partial(self.gradients.found)
-        # Weights that several stages hold. Every stage calls the all-reduce for every such weight, with zeros if it
-        # has no gradient. DeepSpeed sums `grad`, where most of its optimizers do not look, and skips missing ones.
+        # Tied weights: every stage joins the all-reduce, with zeros if it has no gradient. DeepSpeed would reduce
+        # `grad`, which most of its optimizers do not read, and skip missing gradients.
         for weight, group in self.module.get_tied_weights_and_groups():
             comm.all_reduce(self.gradients.of(weight), group=group)
 
@@ -223,19 +224,19 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             scale = self._get_optimizer_loss_scale() or 1.0
             self.parts.compression.average([self.gradients.of(parameter) for parameter in self.trained], scale)
         if self.means is not None:
-            self.means.finish()  # a reduce-scatter of each parameter group, if it has not begun yet
+            self.means.finish()  # a reduce-scatter of each parameter group, unless already begun
         elif isinstance(self.optimizer, DividedOptimizer):
-            super()._exec_reduce_grads()  # the means, unless compression has taken them, and this rank's part of them
+            super()._exec_reduce_grads()  # averages unless compression has, and keeps this rank's partition
         elif self.parts.compression is None and self.parts.groups.dp_group is not None:
             super()._exec_reduce_grads()  # an all-reduce of all gradients, in buckets
-        # Otherwise there is one data-parallel rank, or the means are taken. DeepSpeed would copy all gradients into a
-        # flat tensor and back.
+        # Otherwise there is one data-parallel rank, or compression has averaged. DeepSpeed would still copy all
+        # gradients to a flat tensor and back.
 
     # OptimizerStep: the mean loss, norm, clipping, the update or nothing, and counters.
 
     @torch.no_grad()
     def _exec_optimizer_step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
-        # before the update, after which new weights keep the links between hosts busy
+        # Before the update, after which new weights keep the links between hosts busy.
         self.agg_train_loss = self._aggregate_total_loss()
         super()._exec_optimizer_step(lr_kwargs)
 
@@ -244,7 +245,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if self.is_last_stage():
             mean: Tensor = super()._aggregate_total_loss()
             return mean
-        # DeepSpeed would copy zeros from the host here, and wait for them
+        # DeepSpeed would copy zeros from the host here, and wait for the copy.
         names = list(self.module.get_additional_losses() or ())
         losses = torch.zeros(2 + len(names), device=self.device)
         comm.broadcast(losses, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
@@ -262,7 +263,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         norm = self._norm()
         self._global_grad_norm = norm
         if self.parts.reading is not None:
-            # Before the update is queued: while the device makes it, the host can already queue the next forward pass.
+            # Before the update is queued: while the device runs it, the host can already queue the next forward pass.
             others = (self.get_additional_losses() or {}).values()
             self.outcome = self.parts.reading([norm, self.agg_train_loss, *others])
         applied = True
@@ -274,16 +275,16 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if applied:
             with self.unused.kept([self.basic_optimizer]) if self.unused.pieces else nullcontext():
                 self.optimizer.step() if self.weights is None else self.optimizer.update(self.weights.order)
-        if not self.overlaps:  # otherwise the next forward pass waits for the weights that other ranks have updated
+        if not self.overlaps:  # otherwise the next forward pass waits for the other ranks' weights, layer by layer
             self.await_weights()
         if self.weights is None:
             self.zero_grad()
         self._count_step(applied, lr_kwargs)
 
     def _clip_and_skip_on_device(self, norm: Tensor) -> None:
-        """Have torch's fused optimizer clip as it reads, and change nothing if the norm is not finite.
+        """Let torch's fused optimizer clip as it reads gradients, and change nothing if the norm is not finite.
 
-        The host waits for nothing; whoever reads the norm later has to call `count_skipped_step`.
+        The host does not wait. The reader of the norm must call `count_skipped_step` for a skipped step.
         """
         optimizer, limit = self.basic_optimizer, self.gradient_clipping()
         optimizer.found_inf = (~torch.isfinite(norm)).float() if self._skips_nonfinite else None
@@ -295,45 +296,45 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 
     @cached_property
     def _clips_inside(self) -> bool:
-        # On a CPU a multiplication of its own keeps the numbers of other layouts, and takes no longer.
+        # On a CPU, a separate multiplication gives the same bits as other layouts, and takes no longer.
         return bool(self.device.type != "cpu")
 
     def _stepped_gradients(self) -> list[Tensor]:
-        """Return the gradients by which this rank updates weights: whole ones, or its flat slices."""
+        """Return the gradients from which this rank updates weights: whole ones, or its flat slices."""
         if isinstance(self.optimizer, FlatOptimizer):
             return self.optimizer.slices
         return [p.grad for p in self.trained if p.grad is not None]
 
     @cached_property
     def _updates_here(self) -> bool:
-        """Whether the update is the one above: with a plain torch optimizer, or flat sums.
+        """Whether the update is the one above, with a plain torch optimizer or `FlatOptimizer`.
 
-        DeepSpeed's own optimizers for ZeRO-1 with offloaded states, for fp16, and for bf16 without float32 sums
-        reduce, clip and update in their own ways, and so does torch's autocast in fp16.
+        DeepSpeed's own optimizers for ZeRO-1 with offloaded states, for fp16, and for bf16 without float32 sums reduce,
+        clip and update by themselves, as does torch's autocast in fp16.
         """
         return self.torch_autocast_z0_gradscaler is None and isinstance(self.optimizer, (FlatOptimizer, Optimizer))
 
     @cached_property
     def _skips_nonfinite(self) -> bool:
-        # DeepSpeed's optimizers for ZeRO-1 and bf16 always skip
+        # DeepSpeed's optimizers for ZeRO-1 and bf16 always skip.
         return self.parts.skips_nonfinite or isinstance(self.optimizer, FlatOptimizer)
 
     def _norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient before clipping, a float64 scalar; all ranks call it.
+        """Return the whole model's gradient norm before clipping, a float64 scalar; all ranks call it.
 
-        DeepSpeed would count a tied weight on each stage that holds it, weights that tensor-parallel ranks hold whole
-        only on the first stage, and sum squares in float32.
+        DeepSpeed would count a tied weight on each stage that holds it, count weights replicated over tensor-parallel
+        ranks only on the first stage, and sum squares in float32.
         """
         groups = self.parts.groups
         if isinstance(self.optimizer, FlatOptimizer):
-            # compressed means are whole on every rank, but each rank may count its slice alone all the same
+            # Compressed means are whole on every rank, but counting only the rank's slice gives the same sum.
             return global_norm(*self._slices, groups, self.device, divided=True)
         dense, experts = self._counted
         return global_norm(map(self.gradients.of, dense), map(self.gradients.of, experts), groups, self.device)
 
     @cached_property
     def _slices(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The slices of flat gradients that this rank counts in the norm: dense ones, and those of experts."""
+        """The slices of flat gradients that this rank counts in the norm: dense ones and expert ones."""
         found: tuple[list[Tensor], list[Tensor]] = self.optimizer.gradients_in_norm(
             self.parts.groups.coordinate.tp_rank
         )
@@ -341,12 +342,12 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 
     @cached_property
     def _counted(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters that this rank counts in the norm: dense ones, and experts."""
+        """The parameters that this rank counts in the norm: dense ones and experts."""
         counted = [p for p in self.trained if counts(p, self.parts.groups.coordinate.tp_rank)]
         return [p for p in counted if not is_expert(p)], [p for p in counted if is_expert(p)]
 
     def _count_step(self, applied: bool, lr_kwargs: Mapping[str, object] | None) -> None:
-        """Count a step, and advance the learning-rate schedule if weights have changed, as DeepSpeed does."""
+        """Count a step, and like DeepSpeed advance the learning-rate schedule if weights have changed."""
         if not self._has_stepped:
             tensor_parallel = self.parts.groups.tp_group is not None
             self._sums_partial = tensor_parallel or any(map(self.parts.is_partial, self.trained))
@@ -370,8 +371,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 class WholeEngine(ConstructedEngine, DeepSpeedEngine):
     """All layers on every rank, with ZeRO-2 or ZeRO-3.
 
-    DeepSpeed's optimizers reduce gradients by hooks during each backward pass, and divide, clip and update in their
-    `step`. `DividedOptimizer` and `Stage3Optimizer` correct what they do there.
+    DeepSpeed's optimizers reduce gradients with hooks during each backward pass, and unscale, clip and update in their
+    `step`. `DividedOptimizer` and `Stage3Optimizer` correct parts of both.
     """
 
     skips_on_device = False
@@ -383,7 +384,7 @@ class WholeEngine(ConstructedEngine, DeepSpeedEngine):
         if isinstance(self.optimizer, DividedOptimizer):
             self.optimizer.prepare(skips_nonfinite=skips_nonfinite, reduces_once=reduces_once)
         elif skips_nonfinite and hasattr(self.optimizer, "check_grad_overflow"):
-            self.optimizer.check_grad_overflow = True  # by itself ZeRO-3 looks for non-finite gradients only in fp16
+            self.optimizer.check_grad_overflow = True  # by default ZeRO-3 checks only in fp16
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
         if isinstance(self.optimizer, DividedOptimizer) and self.optimizer.reduces_once:
@@ -397,11 +398,11 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
 
     Attributes:
         asks_once: whether a step waits for the device once, for the norm, which is finite only if all gradients are.
-            DeepSpeed copies three results to the host: whether a gradient is not finite, whether their norm is not, and
-            in clipping the norm again, once for each parameter group.
-        compressed: whether gradients are means over the data-parallel ranks already.
-        most_groups: number of parameter groups of the stage that has most of them.
-        reduces_once: whether ZeRO-2 reduces the sums of a step, and not the gradients of each micro-batch.
+            DeepSpeed copies three results to the host: whether a gradient is non-finite, whether the norm is, and in
+            clipping the norm again, once for each parameter group.
+        compressed: whether gradients are already means over the data-parallel ranks.
+        most_groups: largest number of parameter groups of any stage.
+        reduces_once: whether ZeRO-2 reduces the sums of a step instead of the gradients of each micro-batch.
     """
 
     asks_once = False
@@ -410,31 +411,31 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
     reduces_once = False
 
     def prepare(self, *, skips_nonfinite: bool, compressed: bool = False, reduces_once: bool = False) -> None:
-        """Set what the run decides."""
+        """Set the run's options."""
         self.reduces_once = reduces_once
         if skips_nonfinite:
-            self.check_grad_overflow = True  # by itself it checks only in fp16
+            self.check_grad_overflow = True  # by default only in fp16
         self.asks_once = skips_nonfinite and not self.cpu_offload and self.compute_grad_norm
         self.compressed = compressed
         if compressed:
-            self.reduce_scatter = False  # then all that is sent goes through `gradient_reduction_w_predivide`
+            self.reduce_scatter = False  # then every reduction goes through `gradient_reduction_w_predivide`
 
-    # By hooks, when a gradient is complete and at the end of a backward pass: DeepSpeed reduces in each micro-batch.
+    # Called by hooks for each complete gradient and after each backward pass: DeepSpeed reduces in every micro-batch.
 
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
-        """Put a gradient into a bucket to reduce, or leave it in the sum over the micro-batches of a step."""
+        """Put a gradient into a bucket to reduce, or leave it in the sum over the step's micro-batches."""
         if not self.reduces_once:
             super().process_gradients(param, i)
         elif self.use_grad_accum_attribute:  # otherwise autograd has added it to `grad`
             self._fill_param_grad_accum_attribute(param)
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Reduce what is left of a micro-batch's gradients, unless they are reduced once a step."""
+        """Reduce the rest of a micro-batch's gradients, unless they are reduced once per step."""
         if not self.reduces_once:
             super().overlapping_partition_gradients_reduce_epilogue()
 
     def reduce_sums(self) -> None:
-        """Average the sums of a step over the data-parallel ranks, bucket by bucket; each rank keeps its part."""
+        """Average a step's sums over the data-parallel ranks, bucket by bucket; each rank keeps its partition."""
         self.setup_buckets()
         for i, group in enumerate(self.bit16_groups):
             for param in group:
@@ -445,7 +446,7 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
         super().overlapping_partition_gradients_reduce_epilogue()
 
     def _fill_param_grad_accum_attribute(self, param: nn.Parameter) -> None:
-        """Add a gradient to its sum in one operation; DeepSpeed would convert it into a tensor of its own first."""
+        """Add a gradient to its sum in one operation; DeepSpeed would first convert it to a new tensor."""
         total: Tensor | None = getattr(param, "grad_accum", None)  # DeepSpeed's own attribute
         if param.grad is not None and total is not None:
             total.add_(param.grad.view(total.shape))
@@ -454,13 +455,13 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
             super()._fill_param_grad_accum_attribute(param)
 
     def allreduce_bucket(self, bucket: Sequence[Tensor], *args: object, **kwargs: object) -> Tensor:
-        """Reduce a bucket in place if its gradients are neighbours in memory: DeepSpeed copies it, and back after."""
+        """Reduce a bucket in place if its gradients are adjacent in memory; DeepSpeed would copy it there and back."""
         whole = joined(bucket)
         reduced: Tensor = super().allreduce_bucket(bucket if whole is None else [whole], *args, **kwargs)
         return reduced
 
     def gradient_reduction_w_predivide(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
-        """Average a bucket over the data-parallel ranks, if no compression has done so."""
+        """Average a bucket over the data-parallel ranks, unless compression has."""
         if self.compressed:
             return tensor
         averaged: Tensor = super().gradient_reduction_w_predivide(tensor, communication_data_type)
@@ -468,15 +469,15 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
 
     def _check_overflow(self, partition_gradients: bool = True) -> None:
         if self.asks_once:
-            self.overflow = False  # the norm will tell
+            self.overflow = False  # the norm will show it
         else:
             super()._check_overflow(partition_gradients)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        """Return the norm of the gradients times the loss scale, with as many collectives on each stage.
+        """Return the gradient norm times the loss scale, with equally many collectives on each stage.
 
-        DeepSpeed calls one all-reduce for each parameter group, over all stages. A stage with fewer groups (no experts,
-        say) would miss the last ones, and the other stages would hang. Here it adds zeros in those.
+        DeepSpeed calls one all-reduce over all stages for each parameter group. A stage with fewer groups (for example
+        without experts) would miss the last ones, and the other stages would hang. Here it adds zeros in those.
         """
         found = [super().scaled_global_norm(norm_type)]
         for _ in range(self.most_groups - len(self.bit16_groups)):
@@ -507,7 +508,7 @@ class Stage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.ipg_buckets[torch.float32] = bucket
 
     def get_param_comm_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """Return the precision in which a gradient is reduced: DeepSpeed has one for all; float32 stays float32."""
+        """Return a gradient's reduction dtype: float32 for kept parameters; DeepSpeed has one dtype for all."""
         dtype: torch.dtype = torch.float32 if is_kept(param) else super().get_param_comm_dtype(param)
         return dtype
 
