@@ -1,4 +1,4 @@
-"""Replace the collectives with which DeepSpeed's ZeRO sums gradients and gathers parameters."""
+"""Replace the collectives that DeepSpeed's ZeRO uses to reduce gradients and gather parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 InPlace = Callable[[Tensor, ProcessGroup | None], bool]
-"""Called with a tensor and its group; returns False to leave the collective to torch.distributed."""
+"""Takes a tensor and its group; returns False to leave the collective to torch.distributed."""
 Into = Callable[[Tensor, Tensor, ProcessGroup | None], bool]
-"""Called with the output tensor, the input tensor and the group; returns False to leave it to torch.distributed."""
+"""Takes output tensor, input tensor and group; returns False to leave the collective to torch.distributed."""
 Means = Callable[[Sequence[Tensor], ProcessGroup | None], list[Tensor] | None]
-"""Called with tensors and their group; returns this rank's flat part of each mean, or None to leave it to DeepSpeed."""
+"""Takes tensors and their group; returns this rank's flat shard of each mean, or None to leave it to DeepSpeed."""
 
 _MEANS_OF_DEEPSPEED = stage3.reduce_scatter_coalesced
 _SUMS = (comm.ReduceOp.SUM, dist.ReduceOp.SUM)
@@ -26,19 +26,16 @@ class Done:
     """The handle of an asynchronous collective that has already completed."""
 
     def wait(self) -> bool:
-        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True: there is nothing to wait for."""
         return True
 
 
 class ScatteredSum:
-    """A reduce-scatter under way: an all-to-all, and then the sum of what has arrived.
+    """A reduce-scatter in flight: an all-to-all followed by a local sum.
 
-    gloo has no reduce-scatter of its own: it sends the whole tensor as an all-reduce does, and drops the rest. This
-    sends half as much.
+    gloo has no reduce-scatter of its own: it all-reduces the whole tensor and drops the rest. This sends half as much.
     """
 
     def __init__(self, share: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
@@ -47,7 +44,7 @@ class ScatteredSum:
         self._work: dist.Work | None = dist.all_to_all_single(self._parts, self._sent, group=group, async_op=True)
 
     def wait(self) -> bool:
-        """Wait until this rank's share [n / ranks, ...] holds its part of the sum over the group."""
+        """Wait until `share` [n / ranks, ...] holds this rank's shard of the sum over the group."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -56,7 +53,7 @@ class ScatteredSum:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has been called: until then the share has its old values."""
+        """Return whether `wait` has been called; before that, the share has its old values."""
         return self._work is None
 
 
@@ -65,10 +62,9 @@ def _is_gloo(x: Tensor, group: ProcessGroup | None) -> bool:
 
 
 def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means) -> None:
-    """Make DeepSpeed in this process call these functions for its collectives, and torch.distributed if one returns
-    False or None.
+    """Make DeepSpeed in this process use these collectives, or torch.distributed if one returns False or None.
 
-    A function must have completed when it returns. All ranks of the group must accept or refuse alike, else some would
+    A collective must be complete when it returns. All ranks of the group must accept or refuse alike, or some would
     wait in torch.distributed for the others. DeepSpeed calls its collectives in the same order on each rank.
 
     Args:
@@ -108,7 +104,7 @@ def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means
             return under_way if async_op else under_way.wait()
         return of_torch.reduce_scatter_tensor(backend, output_tensor, input_tensor, op, group, async_op)
 
-    # on the object, not on its class: a second backend of the process keeps torch's collectives
+    # On the object, not its class, so that a second backend in the process keeps torch's collectives.
     backend.all_reduce = all_reduce
     backend.all_gather_into_tensor = all_gather_into_tensor
     backend.reduce_scatter_tensor = reduce_scatter_tensor

@@ -1,4 +1,4 @@
-"""What the harness's engines do otherwise than DeepSpeed's while they are built."""
+"""Differences from DeepSpeed in the construction of the harness's engines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from harness.deepspeed.kept_in_fp32 import spared_from_casts
 
 
 class ConstructedEngine(DeepSpeedEngine):
-    """What both engines do otherwise than DeepSpeed in the steps of its constructor."""
+    """Overrides steps of DeepSpeed's constructor for both engines."""
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
-        # By itself DeepSpeed recognises only layers of its own MoE classes, and would average the gradients of experts
-        # over ranks that hold other experts. Its optimizers read this next.
+        # DeepSpeed recognises only its own MoE classes, and would average the gradients of experts over ranks that hold
+        # other experts. Its optimizers read this next.
         if any(is_expert(p) and p.requires_grad for p in self.module.parameters()):
             self.has_moe_layers = True
 
@@ -37,10 +37,10 @@ class ConstructedEngine(DeepSpeedEngine):
         return super()._configure_zero_optimizer(optimizer)
 
     def _flat_optimizer(self, optimizer: Optimizer, sums: torch.dtype) -> FlatOptimizer:
-        """Return the optimizer whose sums of gradients have this dtype."""
+        """Return the optimizer that accumulates gradients in this dtype."""
         ranks = self.dp_world_size
-        # Unless the config says otherwise, sums over ranks have the precision of the sums over micro-batches, which
-        # DeepSpeed's default rounds to bf16, also on a single rank.
+        # By default, gradients are reduced over ranks in the dtype in which they were accumulated over micro-batches.
+        # DeepSpeed's default would round the sums to bf16, even on a single rank.
         dtype = self._config.communication_data_type
         before = 1.0 / ranks if not self.postscale_gradients() else 1.0 / self.gradient_predivide_factor()
         return FlatOptimizer(

@@ -1,4 +1,4 @@
-"""Reach into DeepSpeed's engines: their optimizers, evaluation, loss scale, counters."""
+"""Access DeepSpeed's engines: optimizers, evaluation, loss scaling, counters."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from harness.deepspeed.flat_tensors import EngineOptimizer
 LOSS_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The attributes of DeepSpeed's loss scaler that change while it runs."""
 GRADIENTS = ("grad", "_hp_grad", "grad_accum")
-"""Attributes of a parameter that may hold its gradient."""
+"""The attributes of a parameter that may hold its gradient."""
 
 
 def stepping_optimizer(engine: DeepSpeedEngine) -> Optimizer:
-    """Return the torch optimizer that DeepSpeed's own optimizer wraps, if it has one."""
+    """Return the torch optimizer inside the engine's own optimizer."""
     optimizer: Optimizer = engine.basic_optimizer
     return optimizer
 
 
 def inner_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
-    """Return the torch optimizers inside DeepSpeed's optimizer: two where a part of the states is offloaded."""
+    """Return the torch optimizers inside DeepSpeed's optimizer: two if a part of the states is offloaded."""
     found = [stepping_optimizer(engine), getattr(engine.optimizer, "backup_optimizer", None)]
     return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
 
 
 def count_skipped_step(engine: DeepSpeedEngine) -> None:
-    """Count the last step as skipped; the engine did not read the norm, so it does not know."""
+    """Count the last step as skipped, which the engine cannot know without reading the norm."""
     engine.skipped_steps += 1
     engine._step_applied = False
 
 
 def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield the gradients that a parameter (any shape) holds: torch's, of its shape; its sum over micro-batches, flat;
-    and DeepSpeed's, which may have another precision."""
+    """Yield a parameter's gradients: torch's, the flat sum over micro-batches, and DeepSpeed's of any dtype."""
     for name in GRADIENTS:
         gradient: Tensor | None = getattr(parameter, name, None)
         if gradient is not None:
@@ -47,31 +46,31 @@ def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
 def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: int) -> Tensor:
     """Return the mean loss of `steps` micro-batches, a scalar that is equal on all ranks.
 
-    Their shape may differ from training's. Nothing is logged: DeepSpeed would log each call as an evaluation.
+    Their shape may differ from training's. Monitors are off, because DeepSpeed would log each call as an evaluation.
     """
     monitored, engine.monitor.enabled = engine.monitor.enabled, False
-    engine.reset_activation_shape()  # stages tell each other shapes only once, with the first tensor that they send
+    engine.reset_activation_shape()  # stages exchange shapes only with the first tensor that they send
     loss: Tensor = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
-    engine.reset_activation_shape()  # the next training step has its own shapes again
+    engine.reset_activation_shape()  # the next training step may have other shapes
     engine.monitor.enabled = monitored
     engine.module.train()  # `eval_batch` leaves it in evaluation mode
     return loss
 
 
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:
-    """Return whether an engine's optimizer scales the loss dynamically (fp16)."""
+    """Return whether an engine's optimizer uses dynamic loss scaling (fp16)."""
     return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))
 
 
 def loss_scaling(optimizer: EngineOptimizer) -> dict[str, float]:
-    """Return the state of the dynamic loss scaler, to be saved; empty without one."""
+    """Return the state of the dynamic loss scaler to save; empty without one."""
     if not scales_loss_dynamically(optimizer):
         return {}
     return {name: getattr(optimizer.loss_scaler, name) for name in LOSS_SCALING}
 
 
 def set_loss_scaling(optimizer: EngineOptimizer, saved: Mapping[str, float]) -> None:
-    """Set the state of the dynamic loss scaler, if there is one, to a saved state."""
+    """Restore a saved state of the dynamic loss scaler, if the optimizer has one."""
     if scales_loss_dynamically(optimizer):
         for name, value in saved.items():
             setattr(optimizer.loss_scaler, name, value)

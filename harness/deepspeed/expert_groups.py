@@ -1,7 +1,7 @@
-"""Mark experts that are not on every data-parallel rank as DeepSpeed marks those of its own MoE layers.
+"""Mark experts that are not on every data-parallel rank, like DeepSpeed's own MoE layers.
 
 DeepSpeed then sums the gradients of such a parameter over the ranks that hold it and divides by the number of
-data-parallel ranks. ZeRO-1 and ZeRO-2 divide its optimizer states over those ranks, and norms count it once.
+data-parallel ranks. ZeRO-1 and ZeRO-2 partition its optimizer states over those ranks, and norms count it once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 NAME = "experts"
-"""The name under which DeepSpeed keeps the groups of ranks that share experts."""
+"""DeepSpeed's name for the groups of ranks that share experts."""
 EXPERT_GROUP = {"moe": True, "name": NAME}
-"""Entries of a parameter group that tell DeepSpeed that it holds such experts."""
+"""Entries that mark a parameter group as holding such experts for DeepSpeed."""
 
 
 def mark_experts(parameters: Iterable[nn.Parameter]) -> None:
@@ -26,12 +26,11 @@ def mark_experts(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter was marked by `mark_experts`."""
     return not getattr(parameter, "allreduce", True)
 
 
 def set_expert_groups(sharing: ProcessGroup | None, copies: ProcessGroup | None) -> None:
-    """Tell DeepSpeed which ranks share experts, for the whole process; its engines read it while they are built.
+    """Tell DeepSpeed which ranks share experts, for the whole process; engines read it during construction.
 
     Args:
         sharing: the ranks over which experts are distributed; None if no experts are.

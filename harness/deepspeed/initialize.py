@@ -16,22 +16,22 @@ from harness.deepspeed.zero3_parameters import restore_linear
 
 
 def initialize(build: Callable[..., DeepSpeedEngine], *, zero_stage: int, **options: object) -> DeepSpeedEngine:
-    """Return the engine that `build`, called in place of DeepSpeed's engine class, makes; all ranks call it.
+    """Return the engine made by `build`, which replaces DeepSpeed's engine class; all ranks call it.
 
     Args:
         options: the arguments of `deepspeed.initialize`.
     """
     if zero_stage != 3:
-        # An earlier ZeRO-3 engine in this process has replaced torch.nn.functional.linear, and does not put it back.
+        # An earlier ZeRO-3 engine in this process may have replaced torch.nn.functional.linear without restoring it.
         restore_linear()
-    # All that is replaced inside DeepSpeed while it builds an engine, and only then:
+    # Everything that is replaced inside DeepSpeed, only while it builds an engine:
     with replacing(
-        # `deepspeed.initialize` names the classes of its engines, and so do the engines those of their optimizers.
+        # `deepspeed.initialize` hard-codes the engine classes, and the engines hard-code their optimizer classes.
         (deepspeed, "PipelineEngine", build),
         (deepspeed, "DeepSpeedEngine", build),
         (engine_module, "DeepSpeedZeroOptimizer", DividedOptimizer),
         (stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3Optimizer),
-        # ZeRO-3's constructor joins all parameters in one flat tensor of one dtype; some may be kept in float32.
+        # ZeRO-3's constructor flattens all parameters into one tensor of one dtype, but some may be kept in float32.
         (stage3, "defragment", by_dtype(stage3.defragment)),
     ):
         engine, *_ = deepspeed.initialize(**options)
@@ -40,7 +40,7 @@ def initialize(build: Callable[..., DeepSpeedEngine], *, zero_stage: int, **opti
 
 @contextmanager
 def replacing(*changes: tuple[object, str, object]) -> Iterator[None]:
-    """Give attributes of modules other values in this context: (module, name, value) each."""
+    """In this context, replace attributes of modules; each change is (module, name, value)."""
     with ExitStack() as stack:
         for module, name, value in changes:
             stack.callback(setattr, module, name, getattr(module, name))

@@ -1,8 +1,8 @@
-"""Observers of a pipeline's instructions: the watchdog, the profiler, the dry run and the benchmarks look on with one.
+"""Observers of pipeline instructions, used by the watchdog, the profiler, the dry run and the benchmarks.
 
 An engine executes a list of instructions (`ForwardPass`, `SendActivation`, `ReduceGrads`, ...). An observer is called
-before and after each with its name and its arguments: a `buffer_id`, a `micro_batch` and a `chunk`, or nothing for
-those of the whole step.
+before and after each with its name and arguments: `buffer_id`, `micro_batch` and `chunk`, or nothing for instructions
+of the whole step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Operands: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Observer:
-    """What to call before and after each instruction, with its name and its arguments."""
+    """Functions to call before and after each instruction, with its name and arguments."""
 
     begin: Callable[[str, Operands], object]
     end: Callable[[str, Operands], object] = lambda _name, _place: None

@@ -1,8 +1,8 @@
 """Keep chosen parameters in float32 in an engine that trains the others in bf16.
 
-DeepSpeed casts all parameters of a model to one dtype. ZeRO-0 to 2 flatten each parameter group by itself, so the
-groups may differ in dtype. ZeRO-3 puts all groups into one flat tensor and reduces all gradients in one dtype; here it
-gets one tensor and one bucket for each dtype. The attribute `kept_in_fp32` marks a parameter that is kept.
+DeepSpeed casts all parameters of a model to one dtype. ZeRO-0 to 2 flatten each parameter group by itself, so groups
+may differ in dtype. ZeRO-3 flattens all groups into one tensor and reduces all gradients in one dtype; here it gets one
+tensor and one bucket for each dtype. The attribute `kept_in_fp32` marks a kept parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_kept(parameter: Tensor) -> bool:
 
 @contextmanager
 def spared_from_casts(module: nn.Module) -> Iterator[None]:
-    """Put the values of kept parameters back at the end: DeepSpeed casts a module's parameters all at once."""
+    """Restore the values of kept parameters at the end, as DeepSpeed casts all parameters of a module at once."""
     kept = [(p, p.data) for p in module.parameters() if is_kept(p)]
     yield
     for parameter, data in kept:
@@ -32,11 +32,10 @@ Flatten = Callable[[Sequence[Tensor]], Tensor]
 
 
 def by_dtype(flatten: Flatten) -> Callable[[Sequence[Tensor]], Tensor | FlatRuns]:
-    """Return a function that flattens tensors of several dtypes: each run of one dtype by `flatten`."""
+    """Return a function that flattens tensors of several dtypes: `flatten` for each run of equal dtype."""
 
     def flattened(tensors: Sequence[Tensor]) -> Tensor | FlatRuns:
-        # runs of equal dtype, and not one tensor per dtype: DeepSpeed addresses parameters by their offset in this
-        # order
+        # Runs of equal dtype, not one tensor per dtype: DeepSpeed addresses parameters by their offset in this order.
         runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
         return FlatRuns([flatten(run) for run in runs]) if len(runs) > 1 else flatten(tensors)
 
@@ -51,8 +50,8 @@ class FlatRuns:
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
         """Return `length` elements from `start`, which must lie in one of the tensors."""
-        # DeepSpeed cuts out sub-groups. Each is of one parameter group, so of one dtype, and none reaches into the next
-        # run. `start` counts from the first run; here it becomes a place in the run that is found.
+        # DeepSpeed cuts out sub-groups. Each lies in one parameter group, so it has one dtype and does not reach into
+        # the next run. `start` counts from the first run; convert it to an offset in the run that holds it.
         for run in self._runs:
             if start < run.numel():
                 break

@@ -1,10 +1,10 @@
-"""Find out, read and create the state that an optimizer keeps for the tensors that it updates.
+"""Discover, read and create an optimizer's state for the tensors that it updates.
 
-Optimizers differ in the state they keep: torch's classes count steps in a tensor per parameter, DeepSpeed's fused ones
-in the parameter group. To find out, the optimizer makes one trial step on a few zeros.
+Optimizers differ in their state: torch's classes count steps in a tensor per parameter, DeepSpeed's fused ones in the
+parameter group. To discover it, the optimizer makes one trial step on a few zeros.
 
-With `offload_optimizer.device` nvme, ZeRO-3 writes the float32 weights of a sub-group and their optimizer states to
-files after each step, and leaves the tensors empty. To save or load them, they are read back into memory for a while.
+With `offload_optimizer.device` nvme, ZeRO-3 writes a sub-group's float32 weights and optimizer states to files after
+each step, and leaves the tensors empty. To save or load them, they are temporarily read back into memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.errors import UserError
 
 
 def sub_groups_on_nvme(optimizer: EngineOptimizer) -> list[int]:
-    """Return the indices of the sub-groups that lie on NVMe between steps; small ones stay in memory."""
+    """Return the indices of the sub-groups on NVMe between steps; small ones stay in memory."""
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or not optimizer.swap_optimizer:
         return []
     return [index for index in range(len(optimizer.fp16_groups)) if optimizer._swappable_optimizer_subgroup(index)]
@@ -34,12 +34,12 @@ def sub_groups_on_nvme(optimizer: EngineOptimizer) -> list[int]:
 
 @contextmanager
 def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> Iterator[None]:
-    """Hold the sub-groups that lie on NVMe in memory within this context; do nothing without NVMe.
+    """In this context, hold the sub-groups on NVMe in memory; do nothing without NVMe.
 
     The values are in new tensors, not in DeepSpeed's swap buffers, so views of them stay valid after the context.
 
     Args:
-        changed: write the values back at the end, also those of states that have replaced others.
+        changed: write the values back at the end, including states that have replaced others.
     """
     indices = sub_groups_on_nvme(optimizer)
     for index in indices:
@@ -50,7 +50,7 @@ def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> It
             tensor.data = values
     yield
     if changed and indices:
-        # the swapper remembers which tensors there were; states may have been replaced since, so it must ask anew
+        # The swapper remembers the tensors; states may have been replaced since, so it must collect them again.
         optimizer.optimizer_swapper.purge_state()
     for index in indices:
         if changed:
@@ -62,8 +62,8 @@ def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> It
 def _write_back(optimizer: EngineOptimizer, index: int) -> None:
     """Write the tensors of a sub-group to their files."""
     flat, states = optimizer.fp32_partitioned_groups_flat[index], optimizer.optimizer.state
-    # DeepSpeed writes from a pinned buffer, which swapping in allocates. The states are taken away for that time: those
-    # of a fresh optimizer have no file yet, and would be read from one.
+    # DeepSpeed writes from a pinned buffer, which swapping in allocates. Remove the states meanwhile: a fresh
+    # optimizer's states have no file yet, but would be read from one.
     values, kept = flat.data, states.pop(flat, None)
     optimizer._optimizer_states_and_gradient_swap_in(index)
     flat.data.copy_(values)
@@ -80,7 +80,7 @@ def _swapped(optimizer: EngineOptimizer, index: int) -> list[Tensor]:
 
 
 Counter: TypeAlias = Tensor | int | float
-"""A step counter or the like: a number, or a tensor of one element."""
+"""A step counter or similar: a number or a tensor of one element."""
 
 
 def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
@@ -92,9 +92,9 @@ def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
 
 
 def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors (any shape) that an engine's optimizer holds after its first step, besides `parameters`.
+    """Return the tensors that an engine's optimizer holds after its first step, besides `parameters`.
 
-    These are its states, and the tensors that it updates in place of parameters, such as float32 copies.
+    These are its states, and the tensors that it updates instead of parameters, such as float32 copies.
     """
     inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
     updated = [tensor for tensor in inner.state if id(tensor) not in of_model]
@@ -104,7 +104,7 @@ def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) 
 
 @dataclass(frozen=True, kw_only=True)
 class StateTemplate:
-    """The state that an optimizer makes for a tensor in its first step.
+    """The state that an optimizer creates for a tensor in its first step.
 
     Attributes:
         elements: dtype of each state of the tensor's own shape, by name (`exp_avg`).
@@ -118,12 +118,12 @@ class StateTemplate:
 
 
 def template(optimizer: EngineOptimizer, updated: UpdatedTensor) -> StateTemplate:
-    """Return which state the engine's `optimizer` keeps for a tensor that it updates.
+    """Return the state that the engine's `optimizer` keeps for a tensor that it updates.
 
-    Raises UserError for an optimizer that keeps tensors of another shape than the parameter's.
+    Raises UserError for an optimizer with states of another shape than the parameter's.
     """
     inner = torch_optimizer(optimizer)
-    # As many dimensions as the tensor, because optimizers may treat matrices otherwise. No size is 1, and the last one
+    # As many dimensions as the tensor, because optimizers may treat matrices differently. No size is 1, and the last
     # differs, so neither a counter nor a state per row or column has the probe's shape. Values and rate do not matter.
     probe = torch.zeros((*(2,) * (updated.tensor.dim() - 1), 4), dtype=updated.tensor.dtype).to(updated.tensor.device)
     probe.requires_grad_().grad = torch.zeros_like(probe)
@@ -133,8 +133,8 @@ def template(optimizer: EngineOptimizer, updated: UpdatedTensor) -> StateTemplat
     inner.state = defaultdict(dict)
     inner.param_groups = [trial]
     try:
-        # The bare step of the class, without hooks and without the wrappers of the learning-rate scheduler and the
-        # harness: those would take this for the first step of the run, in which they see which parameters are used.
+        # The bare step of the class, without hooks and wrappers of the learning-rate scheduler and the harness: these
+        # would take it for the first step of the run, which shows the used parameters.
         step: Callable[[Optimizer], object] = type(inner).step
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]  # torch has wrapped the hooks around it
@@ -163,13 +163,13 @@ _STORED_AS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
 
 
 def stored_names(optimizer: EngineOptimizer, template: StateTemplate) -> dict[str, str]:
-    """Return the optimizer's own name of each state that has a value for each weight, by its name in a checkpoint."""
+    """Return checkpoint name -> optimizer's name of each state with one value per weight."""
     other = _STORED_AS.get(type(torch_optimizer(optimizer)).__name__, {})
     return {other.get(name, name): name for name in template.elements}
 
 
 def counters_of(optimizer: EngineOptimizer, updated: UpdatedTensor, template: StateTemplate) -> dict[str, Counter]:
-    """Return the counters that the optimizer keeps for a tensor and its group, by name; none before the first step."""
+    """Return the optimizer's counters for a tensor and its group, by name; empty before the first step."""
     inner = torch_optimizer(optimizer)
     state, group = inner.state.get(updated.tensor, {}), inner.param_groups[updated.param_group]
     if not state:
@@ -181,7 +181,7 @@ def counters_of(optimizer: EngineOptimizer, updated: UpdatedTensor, template: St
 def make_state(
     optimizer: EngineOptimizer, updated: UpdatedTensor, template: StateTemplate, counters: Mapping[str, float]
 ) -> None:
-    """Give the optimizer a state for a tensor as if it had made steps: zeros for each element, and `counters`."""
+    """Create the optimizer's state for a tensor as if it had made steps, with zeros and `counters`."""
     inner = torch_optimizer(optimizer)
     state = {name: _set(value, counters.get(name)) for name, value in template.counters.items()}
     for name, dtype in template.elements.items():
@@ -192,7 +192,7 @@ def make_state(
 
 
 def _set(value: Counter, number: float | None) -> Counter:
-    """Return `number` in the type of `value`: an equal tensor or a number; a copy of `value` if it is None."""
+    """Return `number` as the type of `value`, a tensor or a number; a copy of `value` for None."""
     if number is None:
         return copy.deepcopy(value)
     return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
@@ -200,10 +200,9 @@ def _set(value: Counter, number: float | None) -> Counter:
 
 @torch.no_grad()
 def copy_to_model_parameters(optimizer: EngineOptimizer) -> None:
-    """Copy the values of the tensors that the optimizer updates to the parameters that the model computes with.
+    """Copy the tensors that the optimizer updates to the parameters that the model uses.
 
-    All ranks must call it: ZeRO gathers the parameters. If the optimizer updates the parameters directly, nothing
-    happens.
+    All ranks must call it, as ZeRO gathers the parameters. Does nothing if the optimizer updates parameters directly.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.empty_partition_cache()  # an evaluation leaves parameters gathered, with the old values

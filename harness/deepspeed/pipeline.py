@@ -15,7 +15,7 @@ from torch import nn
 from harness.schedules import ModelChunks
 
 LayerCall: TypeAlias = Callable[..., Any]
-"""A layer as the forward calls it: a module or a function."""
+"""A layer in the forward: a module or a function."""
 Layer: TypeAlias = LayerSpec | nn.Module | LayerCall
 """A layer as PipelineModule takes it."""
 Tie: TypeAlias = dict[str, Any]
@@ -23,7 +23,7 @@ Tie: TypeAlias = dict[str, Any]
 
 
 class TiedWeights(nn.Module):
-    """The parameters that a tied layer shares with the other layers of the same key, and nothing else of it."""
+    """Only the parameters that a tied layer shares with other layers of the same key."""
 
     def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class BuiltLayers:
 
     Attributes:
         calls: the modules and functions that the forward calls, in order.
-        modules: index of the pipeline layer -> module, to be registered under it; a module of two specs is there once.
+        modules: index of the pipeline layer -> module, registered under it; a module of two specs appears once.
         tied: key -> the parameters shared under that key on this stage.
     """
 
@@ -53,11 +53,11 @@ class BuiltLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class StageBuilder:
-    """The decisions that `GivenStages` takes over from DeepSpeed.
+    """The decisions that `GivenStages` takes instead of DeepSpeed.
 
     Attributes:
         boundaries: model chunk i holds layers boundaries[i] to boundaries[i + 1] - 1.
-        chunks: which stage has which model chunk.
+        chunks: assigns model chunks to stages.
         build: `build(layers, indices, seed)` builds and returns the layers with these indices.
         is_recomputed: whether activation checkpointing applies to a run of consecutive layers.
     """
@@ -69,10 +69,10 @@ class StageBuilder:
 
 
 class GivenStages(PipelineModule):
-    """PipelineModule with the boundaries and the layers of a `StageBuilder`; its other arguments are DeepSpeed's.
+    """A PipelineModule with the boundaries and layers of a `StageBuilder`; other arguments are DeepSpeed's.
 
     Attributes:
-        chunk: the model chunk that the next forward pass goes through.
+        chunk: the model chunk of the next forward pass.
     """
 
     chunk: int
@@ -83,8 +83,8 @@ class GivenStages(PipelineModule):
     ) -> None:
         self.__dict__["_builder"] = builder  # DeepSpeed's constructor needs it before it sets up nn.Module
         super().__init__(layers, topology=topology, **options)
-        # only after the constructor, which broadcasts the first values of all tied weights: frozen ones need those too,
-        # but have no gradient to sum
+        # Only after the constructor, which broadcasts the initial values of all tied weights. Frozen ones need them,
+        # too, but have no gradient to sum.
         self.tied_comms = dict(_trained_ties(self.tied_comms))
 
     def indexed_layers(self) -> list[tuple[int, LayerCall]]:
@@ -98,7 +98,7 @@ class GivenStages(PipelineModule):
         return [[each for each in layers if first <= each[0] < last] for first, last in bounds]
 
     def blocks(self) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
-        """Yield runs of the layers of `chunk`, each layer with its index, and whether the run is recomputed."""
+        """Yield runs of layers of `chunk` with their indices, and whether each run is recomputed."""
         first, stop = self.parts[self.chunk : self.chunk + 2]
         start = self._indices.index(first)
         layers = self.indexed_layers()[start : start + stop - first]
@@ -109,7 +109,6 @@ class GivenStages(PipelineModule):
             yield block, interval > 0 and self._is_checkpointable([call for _, call in block])
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage that has a layer."""
         return self._chunks.stage_of(bisect_right(self.parts, layer_idx) - 1)
 
     @torch.no_grad()  # else each backward through a tied weight warns that a broadcast is not differentiable
@@ -133,8 +132,8 @@ class GivenStages(PipelineModule):
         self.forward_funcs = built.calls
         for index, module in built.modules.items():
             self.add_module(str(index), module)
-        # Not registered: the parameters keep their layer's name. DeepSpeed leaves everything in here out of the
-        # gradient norm on all stages but the first, so it must be the shared parameters alone.
+        # Not registered, so that parameters keep their layer's name. DeepSpeed leaves everything in here out of the
+        # gradient norm on all stages but the first, so it must hold only the shared parameters.
         del self.tied_modules
         self.__dict__["tied_modules"] = built.tied
         self.tied_weight_attrs = {key: weights.names for key, weights in built.tied.items()}

@@ -1,4 +1,4 @@
-"""Change what DeepSpeed prints, compiles and keeps for a whole process, whichever engines it runs."""
+"""Process-wide changes to what DeepSpeed prints, compiles and keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def silence_prints() -> None:
-    """Have DeepSpeed's pipeline print nothing; its log messages and warnings stay."""
+    """Silence the prints of DeepSpeed's pipeline; log messages and warnings stay."""
     for place in (module, topology):
         vars(place)["print"] = _print_nothing
 
@@ -33,8 +33,8 @@ def _print_nothing(*_words: object) -> None:
 def avoid_compiling() -> None:
     """Keep DeepSpeed from compiling a shared-memory all-reduce (about 25 s) that only its inference engine uses.
 
-    The entry also keeps DeepSpeed from filling the rest of its table of compatible ops, for which each rank would start
-    compilers for about a second. A run asks for no other entry.
+    The entry also keeps DeepSpeed from filling its table of compatible ops, for which each rank would start compilers
+    for about a second. A run needs no other entry.
     """
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
@@ -64,9 +64,9 @@ def _compiled_when_called(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def mask_norms_on_the_device() -> None:
-    """Have ZeRO-1 and ZeRO-2 replace a norm that is not finite by -1 without a copy from the host.
+    """Make ZeRO-1 and ZeRO-2 replace a non-finite norm by -1 without a copy from the host.
 
-    DeepSpeed makes a tensor of -1 on the host in each step; copying it to the device makes the host wait.
+    DeepSpeed creates a tensor of -1 on the host in each step, and copying it to the device makes the host wait.
     """
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mask
 
@@ -76,19 +76,19 @@ def _mask(norm: Tensor, device: torch.device | None = None, val: float = -1.0) -
 
 
 def ask_torch_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
-    """Have DeepSpeed ask torch how much of a GPU's memory is free, in bytes.
+    """Make DeepSpeed ask torch for a GPU's free memory in bytes.
 
-    If NVML's package is installed, DeepSpeed asks NVML, with the number in CUDA_VISIBLE_DEVICES. That may hold a UUID
+    If NVML's package is installed, DeepSpeed asks NVML with the number in CUDA_VISIBLE_DEVICES, which may be a UUID
     instead, with which ZeRO-1 and ZeRO-2 would fail.
     """
     accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
 def take_the_only_device(accelerator: DeepSpeedAccelerator) -> None:
-    """Have DeepSpeed use device 0 in a process that sees one device.
+    """Make DeepSpeed use device 0 in a process that sees only one device.
 
-    DeepSpeed takes the local rank for the index of the device: when it builds a module or an engine, and under ZeRO-3
-    in each step. But a launcher may show each rank only its own device, as Slurm does with --gpus-per-task.
+    DeepSpeed uses the local rank as device index, when it builds a module or an engine and under ZeRO-3 in each step.
+    But a launcher may show each rank only its own device, like Slurm with --gpus-per-task.
     """
     if "device_name" in vars(accelerator):  # by an earlier run of this process
         return
@@ -98,10 +98,10 @@ def take_the_only_device(accelerator: DeepSpeedAccelerator) -> None:
 
 
 def set_secondary_group(group: ProcessGroup | None) -> None:
-    """Set the group whose ranks share a second copy of ZeRO-3's parameters (hpZ); None if there is no such copy.
+    """Set the group whose ranks share a secondary copy of ZeRO-3's parameters (hpZ); None without a copy.
 
-    DeepSpeed reads it from its own module in many places. By itself it creates one only once per process, out of
-    consecutive global ranks, which are not data-parallel peers in every layout.
+    DeepSpeed reads it from its own module in many places. It would create one only once per process, from consecutive
+    global ranks, which are not data-parallel peers in every layout.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
 

@@ -1,8 +1,8 @@
 """Find the gradients of a step where the engine's optimizer looks for them.
 
 An optimizer reads a gradient in one of three places: `grad`, its own flat tensor (`FlatOptimizer`), or `grad_accum`
-(DeepSpeed's ZeRO-1, if gradients are accumulated in another precision than the parameters'). It silently ignores a
-gradient in any other place.
+(DeepSpeed's ZeRO-1, if gradients are accumulated in another dtype than the parameters'). It silently ignores a gradient
+anywhere else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepGradients:
             self._flat = {id(p): (group, at) for group, members in groups for at, p in enumerate(members)}
 
     def found(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient, of the parameter's shape, to be changed in place; None if none was computed here."""
+        """Return the gradient, of the parameter's shape, for in-place changes; None if this rank computed none."""
         position = self._flat.get(id(parameter))
         if position is None:
             found: Tensor | None = getattr(parameter, self._attribute, None)
@@ -40,7 +40,7 @@ class StepGradients:
         return self._in_flat(group, at).view_as(parameter)
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient, of the parameter's shape; create zeros if none was computed here.
+        """Return the gradient, of the parameter's shape; create zeros if this rank computed none.
 
         Another rank may have one, and then all ranks must take part in the sum.
         """
@@ -51,14 +51,14 @@ class StepGradients:
         if position is not None:
             group, at = position
             self._optimizer.fp32_groups_has_gradients[group][at] = True
-            return self._in_flat(group, at).zero_().view_as(parameter)  # it holds what an earlier step has left
+            return self._in_flat(group, at).zero_().view_as(parameter)  # overwrites the values of an earlier step
         dtype = self._optimizer.gradient_accumulation_dtype if self._accumulates else parameter.dtype
         found = torch.zeros_like(parameter, dtype=dtype)
         setattr(parameter, self._attribute, found)
         return found
 
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Create a gradient of zeros for each of these parameters that has none."""
+        """Create a zero gradient for each of these parameters without one."""
         for parameter in parameters:
             if self.found(parameter) is None:
                 self.of(parameter)

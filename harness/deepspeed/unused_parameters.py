@@ -1,7 +1,7 @@
 """Keep parameters that no sample uses unchanged.
 
-DeepSpeed gives every parameter a gradient, of zeros if need be, so its optimizers apply weight decay to parameters that
-no sample uses. torch's optimizers leave parameters without a gradient alone.
+DeepSpeed gives every parameter a gradient, if necessary zeros, so its optimizers apply weight decay to parameters that
+no sample uses. torch's optimizers skip parameters without a gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class UnusedParameters:
 
     Attributes:
         names: id of a trained parameter on this rank -> its name; a tied parameter has the same name on all stages.
-        used: names of those that had a gradient on this rank in the first step.
-        pieces: id of a tensor that the optimizer updates -> (first element, length, whether it has since had a
-            gradient) of each unused parameter in it.
+        used: names of parameters with a gradient on this rank in the first step.
+        pieces: id of a tensor that the optimizer updates -> (first element, length, whether a gradient came later) of
+            each unused parameter in it.
     """
 
     def __init__(self, module: nn.Module, optimizer: EngineOptimizer) -> None:
@@ -37,16 +37,16 @@ class UnusedParameters:
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def look(self, found: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """In the first step, find the parameters that no rank has used; before missing gradients become zeros.
+        """In the first step, find the parameters that no rank has used, before missing gradients become zeros.
 
-        All ranks call it. `found` returns a parameter's gradient, None if none was computed on this rank.
+        All ranks call it. `found` returns a parameter's gradient, or None if this rank computed none.
         """
         if not self._agreed:
             self.used |= {self.names[id(p)] for p in self._parameters if found(p) is not None}
             self._agree()
 
     def note_first_gradients(self) -> None:
-        """Note each parameter at its first gradient, in an engine that does not keep gradients until the update."""
+        """Record each parameter's first gradient, in an engine that does not keep gradients until the update."""
 
         def note(parameter: nn.Parameter) -> None:
             self.used.add(self.names[id(parameter)])
@@ -55,11 +55,11 @@ class UnusedParameters:
         handles = {id(p): p.register_post_accumulate_grad_hook(note) for p in self._parameters}
 
     def _agree(self) -> None:
-        """Agree on the unused parameters; all ranks call it, with two collectives of names only."""
+        """Agree on the unused parameters; all ranks call it. Sends only names, in two collectives."""
         self._agreed = True
         # Two rounds: first the names that some rank has not used, usually none; then which of them another has used.
         somewhere = {name for row in all_gather_object(sorted(set(self.names.values()) - self.used)) for name in row}
-        if not somewhere:  # all ranks know the same
+        if not somewhere:  # the same decision on all ranks
             return
         unused = somewhere - {name for row in all_gather_object(sorted(somewhere & self.used)) for name in row}
         for tensor, local in all_parameter_slices(self._optimizer):
@@ -69,10 +69,9 @@ class UnusedParameters:
 
     @contextmanager
     def kept(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Undo what the steps of `optimizers` within this context do to unused parameters.
+        """Undo the effect of `optimizers` on unused parameters in this context.
 
-        By hooks on the steps: DeepSpeed's ZeRO optimizers make one for each of their parts, of which each gets its
-        gradient just before.
+        By hooks on `step`: DeepSpeed's ZeRO optimizers step once for each part, which gets its gradient just before.
         """
         if not self._agreed:
             self._agree()
@@ -85,7 +84,7 @@ class UnusedParameters:
     @torch.no_grad()
     def _copy(self, optimizer: Optimizer, *_: object) -> None:
         for values, gradient, used in self._unused_in(optimizer):
-            # DeepSpeed fills in zeros, so any other value (also NaN) shows that a sample has used the parameter. The
+            # DeepSpeed fills in zeros, so any other value (even NaN) shows that a sample has used the parameter. The
             # answer stays on the device.
             used |= gradient.count_nonzero() > 0
             self._before.append((values, values.clone(), used))

@@ -1,4 +1,4 @@
-"""ZeRO-3's parameters: the attributes that DeepSpeed sets on them, and how data-parallel ranks share them."""
+"""ZeRO-3's parameters: DeepSpeed's attributes on them, and their partitioning over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,41 +19,43 @@ Partitioned: TypeAlias = Any
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Return whether ZeRO-3 has divided a tensor among the data-parallel ranks."""
+    """Return whether ZeRO-3 has partitioned a tensor over the data-parallel ranks."""
     return hasattr(tensor, "ds_id")
 
 
 def restore_linear() -> None:
-    """Restore torch's `functional.linear`: ZeRO-3's replacement outlasts the engine, rounds differently, and fails on a
-    layer of width zero."""
+    """Restore torch's `functional.linear`.
+
+    ZeRO-3's replacement outlives the engine, rounds differently, and fails on a layer of width zero.
+    """
     functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", functional.linear)
 
 
 def held_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor (any shape): flat [n] if ZeRO-3 has partitioned it, else all of it."""
+    """Return this rank's part of a tensor: a flat partition [n] under ZeRO-3, else the tensor."""
     held: Tensor = getattr(tensor, "ds_tensor", tensor)
     return held
 
 
 def unpartitioned_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor once ZeRO-3 has gathered it; its own if it is not partitioned."""
+    """Return the shape of a tensor when gathered by ZeRO-3; its own if it is not partitioned."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def unpartitioned_size(tensors: Sequence[Partitioned]) -> int:
-    """Return the total number of elements of partitioned tensors once they are gathered."""
+    """Return the total number of elements of partitioned tensors when gathered."""
     return sum(tensor.ds_numel for tensor in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """How ZeRO-3 has divided one parameter.
+    """ZeRO-3's partitioning of one parameter.
 
     Attributes:
-        shape: of the whole parameter.
-        total: number of its elements.
+        shape: shape of the whole parameter.
+        total: number of elements of the whole parameter.
         size: number of elements on each rank, with padding on the last ranks.
-        group: the ranks that it is divided among.
+        group: the ranks that it is partitioned over.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +65,7 @@ class Partition:
 
     @classmethod
     def of(cls, parameter: Partitioned) -> Partition:
-        """Return how `parameter` is divided; it must be partitioned."""
+        """Return the partitioning of `parameter`, which must be partitioned."""
         return cls(
             shape=tuple(parameter.ds_shape),
             total=parameter.ds_numel,
@@ -78,9 +80,9 @@ class Partition:
 
 
 def held_values(tensor: Tensor) -> Tensor:
-    """Return this rank's values of a tensor (any shape): flat [n] if ZeRO-3 has partitioned it.
+    """Return this rank's values of a tensor: flat [n] if ZeRO-3 has partitioned it.
 
-    They are without the padding of the last ranks, in which DeepSpeed leaves whatever was in the memory.
+    The padding of the last ranks, which DeepSpeed leaves uninitialised, is excluded.
     """
     held = held_tensor(tensor).detach()
     if not is_partitioned(tensor):
@@ -90,7 +92,7 @@ def held_values(tensor: Tensor) -> Tensor:
 
 
 class PartitionInPlace(deepspeed.zero.Init):
-    """`deepspeed.zero.Init` for a module in which each rank has already filled its own part of every parameter.
+    """`deepspeed.zero.Init` for a module in which each rank has already filled its own partitions.
 
     DeepSpeed's own would broadcast whole parameters from rank 0 of the data-parallel group. Raises RuntimeError if
     DeepSpeed does not give each rank an equal number of consecutive elements, rounded up.
@@ -115,22 +117,22 @@ class PartitionInPlace(deepspeed.zero.Init):
 class GatheredParameters:
     """Keeps ZeRO-3's parameters gathered between the micro-batches of a step.
 
-    DeepSpeed gathers them anew for each micro-batch, although only the optimizer changes them. They are kept only if a
-    forward pass ends with all of them gathered in any case, so that this takes no memory: their number is within
+    DeepSpeed gathers them again for each micro-batch, although only the optimizer changes them. They are kept only if a
+    forward pass ends with all of them gathered anyway, so that this takes no memory: their number is within
     `stage3_max_live_parameters`, and twice it (forward and backward) within `stage3_max_reuse_distance`. Offloaded
-    parameters, and those gathered from hpZ's second copy, are not kept.
+    parameters, and ones gathered from hpZ's secondary copy, are not kept.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._stay = False
         if engine.zero_optimization_stage() < 3 or engine.zero_offload_param() or engine.zero_hpz_partition_size() > 1:
             return
-        # a smaller limit makes DeepSpeed release parameters within a pass, and keeping them would take more memory
+        # A smaller limit makes DeepSpeed release parameters within a pass, and keeping them would take more memory.
         total = unpartitioned_size(list(engine.module.parameters()))
         if total > engine.zero_max_live_parameters() or 2 * total > engine.zero_max_reuse_distance():
             return
         coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        # a private method of the class, hence the mangled name
+        # A private method of the class, hence the mangled name.
         release = coordinator._PartitionedParameterCoordinator__release_param
 
         def release_if_done(parameter: Partitioned, free_data: bool = True) -> None:
