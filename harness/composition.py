@@ -46,6 +46,7 @@ def _with_data(parts: Parts) -> Parts:
 def _with_extras(parts: Parts) -> Parts:
     from harness.extras.compression import of_run as compression
     from harness.extras.exporting.exporter import Exporter
+    from harness.extras.fp8.layers import fp8_layers
     from harness.extras.fusing import fusing
     from harness.extras.given_optimizer.user_optimizer import of_run as user_optimizer
     from harness.extras.host_memory import HostMemory
@@ -61,6 +62,7 @@ def _with_extras(parts: Parts) -> Parts:
         adapters=adapted,
         compression=compression,
         exporting=Exporter,
+        fp8=fp8_layers,
         fusing=fusing,
         host_memory=HostMemory.open,
         monitors=Monitors,

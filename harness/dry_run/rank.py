@@ -35,6 +35,8 @@ from harness.dry_run.tape import Tape
 from harness.dry_run.timeline import TimelineSpan
 from harness.dry_run.world import fake_tensors, fake_world
 from harness.extras.compression import of_run as compression
+from harness.extras.fp8.layers import fp8_layers
+from harness.extras.fp8.product import on_device
 from harness.extras.fusing import fusing
 from harness.hf.adapters import Adapters
 from harness.hf.layers.call import ASKS_FOR_VALUES
@@ -161,7 +163,7 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             max_steps=plan.max_steps,
             compression=compression,
         )
-        parts = Parts(fusing=fusing, plan_tokens=token_split_support)
+        parts = Parts(fp8=partial(fp8_layers, kernel=on_device), fusing=fusing, plan_tokens=token_split_support)
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, parts=parts)
         if plan.objective is not None:
             loss = partial(plan.objective.loss, data_group=groups.dp_group)

@@ -165,6 +165,7 @@ def predict(
     boundaries: tuple[int, ...] | None = None,
     fused_kernels: bool = True,
     sequences: int = 1,
+    fp8: bool = False,
 ) -> Prediction:
     """Predict a resolved config: memory only, or with `hardware` an `Estimate` with the seconds of a step too.
 
@@ -175,6 +176,7 @@ def predict(
             choose.
         fused_kernels: whether a GPU computes norms, rotations and gated activations by one kernel each.
         sequences: sequences of a sample.
+        fp8: whether a GPU computes the products of linear layers in fp8.
 
     Raises:
         UserError: the device lacks the precision, or there are fewer layers than stages.
@@ -183,9 +185,11 @@ def predict(
     strategy = replace(strategy, boundaries=boundaries, sequences=sequences)
     if fused_kernels and workload.kernels == "single":
         workload = replace(workload, kernels="fused")
+    if fp8:
+        workload = replace(workload, precision="fp8")
     if hardware is None:
         return Prediction(workload=workload, strategy=strategy, stages=memory_of(workload, strategy))
-    require_precision(hardware, resolved.precision)
+    require_precision(hardware, workload.precision)
     return estimate(hardware, workload, strategy)
 
 

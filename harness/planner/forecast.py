@@ -87,7 +87,14 @@ def forecast(
         hardware = None if name is None else _device(name, layout.world_size)
         fused = args.fused_kernels or args.use_liger_kernel
         found = predict(
-            resolved, shape, length, hardware=hardware, on_cpu=on_cpu, fused_kernels=fused, sequences=sequences
+            resolved,
+            shape,
+            length,
+            hardware=hardware,
+            on_cpu=on_cpu,
+            fused_kernels=fused,
+            sequences=sequences,
+            fp8=args.fp8 == "rowwise",
         )
     except (UserError, ArithmeticError, LookupError):  # a config that the planner cannot read must not stop a run
         return None

@@ -15,6 +15,7 @@ from harness import Trainer, TrainingArguments
 from harness.verify.tiny_copy import tiny_config, tiny_model
 from tests.distributed.ranks import DEVICE, run_ranks
 from tests.distributed.training import Job
+from tests.distributed.training import tiny_model as llama
 
 pytestmark = pytest.mark.ranks
 
@@ -28,7 +29,7 @@ def rows(vocabulary: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": row.tolist()} for row in ids]
 
 
-def first_step(model: str, layout: str, data: list[Any], folder: str) -> tuple[float, float, set[str]]:
+def first_step(model: str, layout: str, data: list[Any], folder: str, fp8: str = "no") -> tuple[float, float, set[str]]:
     """Loss and gradient norm of the first step, and the names of the float32 tensors that are exported."""
     job = Job(model, layout)
     steps = MICRO_BATCHES // job.size("dp")
@@ -38,7 +39,9 @@ def first_step(model: str, layout: str, data: list[Any], folder: str) -> tuple[f
         "train_batch_size": MICRO_BATCHES,
     }
     config = {**job.deepspeed_config(), **batch, "bf16": {"enabled": True}}
-    arguments = TrainingArguments(deepspeed_config=config, output_dir=f"{folder}/{layout}", max_steps=1, save_steps=0)
+    arguments = TrainingArguments(
+        deepspeed_config=config, output_dir=f"{folder}/{layout}{fp8}", max_steps=1, save_steps=0, fp8=fp8
+    )
     trainer = Trainer(model, arguments, train_dataset=data)
     record = trainer.training_step()
     path = trainer.save_model()
@@ -50,6 +53,12 @@ def first_step(model: str, layout: str, data: list[Any], folder: str) -> tuple[f
 
 def first_steps(model: str, data: list[Any], folder: str) -> list[tuple[float, float, set[str]]]:
     return [first_step(model, layout, data, folder) for layout in LAYOUTS]
+
+
+def in_fp8(model: str, data: list[Any], folder: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the first step in bf16, then with products in fp8 in several layouts."""
+    ways = [("dp2z0", "no"), *((layout, "emulate") for layout in ("dp2z0", "pp2z1", "dp2z3", "tp2z1"))]
+    return [first_step(model, layout, data, folder, fp8)[:2] for layout, fp8 in ways]
 
 
 def reference(model_dir: str, data: list[Any]) -> tuple[float, float, set[str]]:
@@ -83,3 +92,12 @@ def test_what_a_family_keeps_in_float32_stays_so_and_gradients_are_summed_in_it(
             alike, allowed = 1e-4, 5e-3
         assert abs(got_loss / loss - 1) < alike and abs(got_norm / norm - 1) < allowed, (layout, got_loss, got_norm)
         assert len(got_exact) == len(exact), layout  # under the names of the checkpoint
+
+
+def test_products_in_fp8_come_to_one_loss_and_gradient_in_every_layout(tmp_path: Path) -> None:
+    model = llama(tmp_path / "model", "llama", False)
+    narrow, *found = run_ranks(2, in_fp8, model, rows(300), str(tmp_path / "out"), timeout_s=300)[0]
+    wanted = found[0]
+    assert 1e-6 < abs(narrow[0] / wanted[0] - 1) < 1e-2
+    for loss, norm in found:
+        assert abs(loss / wanted[0] - 1) < 1e-3 and abs(norm / wanted[1] - 1) < 2e-2, found

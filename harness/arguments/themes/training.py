@@ -130,6 +130,12 @@ class ModelArguments(Flags):
     tf32: bool | None = flag(
         None, "on a GPU, multiply float32 matrices in TF32: several times as fast, 10 bits of mantissa; default: off"
     )
+    fp8: str = flag(
+        "no",
+        "fp8 products in decoder layers of a bf16 run: rowwise (NVIDIA, compute capability 8.9), or emulate anywhere",
+        choices=("no", "rowwise", "emulate"),
+        hf_only=True,
+    )
     attn_implementation: str | None = flag(
         None,
         "eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention; default: the model's, else sdpa or eager",

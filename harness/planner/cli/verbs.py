@@ -19,7 +19,6 @@ from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.estimate import Estimate, predict
 from harness.planner.hardware import GIB, HEADROOM, Hardware, load_hardware, names
-from harness.planner.layer_time import PRODUCT_BYTES
 from harness.planner.memory import mask_bytes
 from harness.planner.model_config import counted_decoder
 from harness.planner.page.write import write_page
@@ -305,7 +304,7 @@ def plan(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--precision",
         choices=tuple(ELEMENT_BYTES),
-        help="default: bf16 where it is faster than fp32; fp8 and fp4 with --like megatron or torchtitan",
+        help="default: bf16 where it is faster than fp32; fp8: with --fp8; fp4 with --like megatron or torchtitan",
     )
     parser.add_argument(
         "--like",
@@ -326,8 +325,8 @@ def plan(argv: Sequence[str]) -> int:
     for name in ("write", "page"):
         if args.like != "deepspeed" and getattr(args, name) is not None:
             parser.error(f"--{name} is for --like deepspeed: {args.like} reads no DeepSpeed JSON")
-    if args.like == "deepspeed" and PRODUCT_BYTES.get(args.precision, 2.0) < 2:
-        parser.error(f"--precision {args.precision}: this harness trains in fp32, bf16 and fp16; see --like")
+    if args.like == "deepspeed" and args.precision == "fp4":
+        parser.error("--precision fp4: this harness trains in fp32, bf16, fp16 and, with --fp8, fp8; see --like")
     task = _task(args)
     found = search(task)
     if args.page is not None:
@@ -336,7 +335,8 @@ def plan(argv: Sequence[str]) -> int:
     if args.row > len(found.fitting):
         raise UserError(f"--row {args.row}: there are {len(found.fitting)} layouts that fit")
     if args.write is not None:
-        write_preset(args.write, found.fitting[args.row - 1].strategy, task.workload.precision, args.model)
+        precision = "bf16" if args.precision == "fp8" else task.workload.precision  # the run gets --fp8
+        write_preset(args.write, found.fitting[args.row - 1].strategy, precision, args.model)
     if args.json:
         print(json.dumps([_row(args, one) for one in found.fitting], indent=2))
         return 0

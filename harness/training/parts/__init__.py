@@ -200,6 +200,7 @@ class Parts:
         read_ahead: reads steps in that many worker processes (`--dataloader_num_workers`).
         host_memory: opens shared memory for the collectives of CPU ranks on one host.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
+        fp8: returns a function that has a loaded layer compute in fp8 (`--fp8`). UserError where the device cannot.
         placement_advice: returns a warning if tensor-parallel groups cross hosts.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
         user_optimizer: checks the Trainer's `optimizers`, given the run's inputs, model, adapters, config and layout.
@@ -224,6 +225,7 @@ class Parts:
     read_ahead: Callable[..., StepReader] | None = None
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
+    fp8: Callable[[EngineContext, PretrainedConfig], Callable[[nn.Module], None]] | None = None
     placement_advice: Callable[[Layout, Hosts], str | None] | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None
     user_optimizer: Callable[..., GivenOptimizer] | None = None

@@ -38,7 +38,7 @@ from harness.parallel.zero import Zero3Partition
 from harness.training.engine.build import layer_finisher, zero3_partition
 from harness.training.engine.context import EngineContext, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
-from harness.training.parts import FuseOperations, Parts, PlanTokens, needed
+from harness.training.parts import Parts, PlanTokens, needed
 from harness.wording import counted, one_of
 
 UNSHAPING = frozenset(
@@ -174,7 +174,7 @@ def trainable_decoder(
     Args:
         sequence_length: tokens per sample, for the costs of layers.
         own_loss: a user's loss of the whole logits, replacing the cross entropy.
-        parts: those that fuse operations, and determine how a sequence can be split.
+        parts: those that fuse operations, compute in fp8, and determine how a sequence can be split.
     """
     args = context.args
     config = with_attention(source.config, args.attn_implementation)
@@ -189,7 +189,7 @@ def trainable_decoder(
         device=context.device,
         dtype=context.dtype,
         seed=context.args.seed,
-        finish=_finisher(source, context, part, parts.fusing),
+        finish=_finisher(source, context, part, parts),
         experts=_neighbours(context),
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
@@ -248,22 +248,23 @@ def choose_token_split(
 
 
 def _finisher(
-    source: ModelSource, context: EngineContext, part: Zero3Partition | None, fusing: FuseOperations | None
+    source: ModelSource, context: EngineContext, part: Zero3Partition | None, parts: Parts
 ) -> Callable[[nn.Module], None]:
-    """Return a function that fuses operations in a loaded layer and, under ZeRO-3, partitions it."""
-    spread, args = layer_finisher(context, part), context.args
+    """Return a function that has a loaded layer compute as the arguments ask and, under ZeRO-3, partitions it."""
+    args, fusing, steps = context.args, parts.fusing, [layer_finisher(context, part)]
     liger = args.use_liger_kernel and source.has_values
     if liger:
         fusing = needed(fusing, "--use_liger_kernel", "harness.extras")
     elif context.resolved.compile_backend is not None or not args.fused_kernels:
-        return spread  # torch.compile fuses more than the harness
-    if fusing is None:
-        return spread
-    fused = fusing(source, context.device, liger=liger)
+        fusing = None  # torch.compile fuses more than the harness
+    if fusing is not None:
+        steps.insert(0, fusing(source, context.device, liger=liger))
+    if args.fp8 != "no":
+        steps.insert(0, needed(parts.fp8, "--fp8", "harness.extras")(context, source.config))
 
     def finish(layer: nn.Module) -> None:
-        fused(layer)
-        spread(layer)
+        for step in steps:
+            step(layer)
 
     return finish
 

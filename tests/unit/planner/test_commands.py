@@ -91,9 +91,11 @@ def test_a_plan_is_like_a_program_by_one_word(capsys, tmp_path):
     assert {row["zero_stage"] for row in theirs} == {1} and theirs[0] not in ours
     narrow = rows_of(capsys, *PLAN, "--global_batch_size", "64", "--like", "megatron", "--precision", "fp8")
     assert narrow[0]["step_seconds"]["total"] < theirs[0]["step_seconds"]["total"]
+    own = rows_of(capsys, *PLAN, "--global_batch_size", "64", "--precision", "fp8")
+    assert own[0]["step_seconds"]["total"] < ours[0]["step_seconds"]["total"]
     with pytest.raises(SystemExit, match="2"):
-        main([*PLAN, "--precision", "fp8"])
-    assert "--precision fp8: this harness trains in fp32, bf16 and fp16; see --like" in capsys.readouterr().err
+        main([*PLAN, "--precision", "fp4"])
+    assert "--precision fp4: this harness trains in fp32, bf16, fp16 and, with --fp8, fp8" in capsys.readouterr().err
     for name in ("--write", "--page"):
         with pytest.raises(SystemExit, match="2"):
             main([*PLAN, "--like", "torchtitan", name, str(tmp_path / "file")])
