@@ -509,13 +509,23 @@ def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str
     Raises:
         UserError: a file of weights cannot be read.
     """
-    tensors: Mapping[str, Tensor]
+    if not source.has_values:
+        return {}
     if isinstance(source.weights, Path):
-        tensors = open_tensors(source.weights).tensors
-    else:
-        tensors = {name: each for name, each in (source.weights or {}).items() if isinstance(each, nn.Parameter)}
+        return stored_checksums(source.weights, trained)
+    return _checksums(
+        {name: each for name, each in (source.weights or {}).items() if isinstance(each, nn.Parameter)}, trained
+    )
+
+
+def stored_checksums(directory: Path, trained: Sequence[str] = ()) -> dict[str, str]:
+    """Return the checksums of the weights in a directory; see `base_checksums`."""
+    return _checksums(open_tensors(directory).tensors, trained)
+
+
+def _checksums(tensors: Mapping[str, Tensor], trained: Sequence[str]) -> dict[str, str]:
     base = {name: tensor for name, tensor in tensors.items() if not any(f".{part}." in f".{name}." for part in trained)}
-    return {name: f"{_checksum(tensor):08x}" for name, tensor in sorted(base.items()) if source.has_values}
+    return {name: f"{_checksum(tensor):08x}" for name, tensor in sorted(base.items())}
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError
-from harness.extras.lora import base_checksums
+from harness.extras.lora import base_checksums, stored_checksums
 from harness.extras.merging.merged_model import WEIGHTS, MergedModel, stored_dtype
 from harness.hf.adapters import PREFIX
 from harness.hf.locate import ADAPTERS, model_directory
@@ -63,6 +63,7 @@ def merge(adapters: Sequence[Path], out: Path, base: str | None = None) -> Path:
         raise UserError(f"{source.name} has no weights to merge adapters into: name the base model with --base")
     for path in found:
         _require_base(path, source)
+        _require_named_base(path, source.weights, base or _named_base(found[0]), is_given=base is not None)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = free_name(out.with_name(f"unfinished-{out.name}"))
     folder.mkdir()
@@ -93,7 +94,7 @@ def adapter_directory(path: Path) -> Path:
 def _base_directory(adapters: Path, base: str | None) -> Path:
     if base is not None:
         return model_directory(base, "--base")
-    named = _adapter_config(adapters).get("base_model_name_or_path")
+    named = _named_base(adapters)
     beside = adapters.parent / BASE
     if not named and beside.is_dir():
         named = str(beside)
@@ -104,6 +105,10 @@ def _base_directory(adapters: Path, base: str | None) -> Path:
             f"{adapters / ADAPTERS}: the base model {named} is not there: name it with the --base of checkpoint merge"
         )
     return model_directory(named, "--base")
+
+
+def _named_base(adapters: Path) -> str:
+    return _adapter_config(adapters).get("base_model_name_or_path") or ""
 
 
 def _adapter_config(adapters: Path) -> JsonObject:
@@ -126,6 +131,31 @@ def _require_base(adapters: Path, source: ModelSource) -> None:
         if trained.keys().isdisjoint(ours):
             raise UserError(f"{checkpoint} contains adapters for a model with other layers than {source.name}")
         require_same_base(checkpoint, ours)
+
+
+def _require_named_base(adapters: Path, weights: Path, base: str, *, is_given: bool) -> None:
+    """Raise UserError if the adapters name another base model than `base`, with other weights than those in `weights`.
+
+    Args:
+        is_given: whether the user has named the base; then a place that is not there any more may have held it.
+    """
+    named = _named_base(adapters)
+    if not named or named == base or Path(named).resolve() == weights.resolve():
+        return
+    is_another = _has_other_values(Path(named), weights) if has_weights(Path(named)) else not is_given
+    if is_another:
+        raise UserError(
+            f"{adapters}: these adapters are of {named}, not of {base}: merge only adapters of one base model"
+        )
+
+
+def _has_other_values(named: Path, weights: Path) -> bool:
+    """Return whether two directories hold tensors of the same names and shapes, but other values.
+
+    Other names and shapes are told when the adapters are loaded.
+    """
+    one, other = ({name: t.shape for name, t in open_tensors(path).tensors.items()} for path in (named, weights))
+    return one == other and stored_checksums(named) != stored_checksums(weights)
 
 
 # -- what is written -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,24 @@ def test_what_cannot_be_merged_is_one_line(wrong: str, words: str, tmp_path: Pat
         merge([base if wrong == "none" else found], tmp_path / "out", None if wrong == "gone" else str(base))
     assert "\n" not in str(error.value)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("unfinished")]
+
+
+def test_adapters_of_another_base_model_of_the_same_shape_are_refused(tmp_path: Path) -> None:
+    base, copied = base_model(tmp_path / "base"), base_model(tmp_path / "copied")
+    model = loaded(base)
+    model.lm_head.weight.data *= 2
+    model.save_pretrained(tmp_path / "other")
+    ours, theirs = adapters(tmp_path / "a", base, ALL), adapters(tmp_path / "b", tmp_path / "other", ALL)
+    refusal = r"b: these adapters are of .*other, not of .*base: merge only adapters of one base model$"
+    with pytest.raises(UserError, match=refusal):
+        merge([theirs], tmp_path / "out", str(base))
+    with pytest.raises(UserError, match=refusal):
+        merge([ours, theirs], tmp_path / "out")
+    merge([ours], tmp_path / "out", str(copied))
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(UserError, match=refusal):
+        merge([ours, theirs], tmp_path / "out again")
+    merge([theirs], tmp_path / "out again", str(base))
 
 
 def test_two_adapters_that_replace_one_module_are_refused(tmp_path: Path) -> None:
