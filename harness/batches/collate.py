@@ -81,7 +81,7 @@ def as_micro_batch(collated: object) -> MicroBatch:
 
 
 def hidden_tokens(samples: Sequence[object]) -> int:
-    """Return the number of padding tokens of samples or collated batches: those that an attention_mask hides."""
+    """Return the number of padding tokens of samples or collated batches, as the attention_mask marks them."""
     hidden = 0
     for sample in samples:
         if isinstance(sample, Mapping) and sample.get("attention_mask") is not None:

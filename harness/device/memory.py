@@ -60,6 +60,6 @@ def host_limit_bytes() -> float:
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         limits.append(sizes["MemTotal"] + sizes.get("SwapTotal", 0))
     for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # "max" is no number
+        with suppress(OSError, ValueError):  # "max" is not a number
             limits.append(int(Path(path).read_text(encoding="ascii")))
     return min(limits)

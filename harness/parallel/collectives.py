@@ -37,7 +37,7 @@ class SharedMemory(Protocol):
 
 
 OpenMemory: TypeAlias = Callable[[dist.ProcessGroup, timedelta], SharedMemory | None]
-"""Opens a group's shared memory; None on all ranks if there is none. All ranks call it within the timeout."""
+"""Opens a group's shared memory; returns None on all ranks without one. All ranks call it within the timeout."""
 
 _OPEN: dict[tuple[int, ...], SharedMemory] = {}
 """Shared memory by ranks rather than by group, because DeepSpeed creates its own groups of the same ranks."""

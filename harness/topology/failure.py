@@ -66,7 +66,7 @@ def _exchange(env: LaunchEnv, own: str, seconds: float) -> str:
     if env.rank == 0:
         store.set(FAILED, own)
     first = store.compare_set(FAILED, "", own).decode()
-    store.set(LAST, "")  # for those that wait already
+    store.set(LAST, "")  # for ranks that already wait
     until = time.monotonic() + HEARING_S
     with suppress(RuntimeError):  # rank 0 has not failed, and ends for this error
         while env.rank > 0 and not first.startswith("rank 0 ") and time.monotonic() < until:

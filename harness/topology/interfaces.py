@@ -63,7 +63,7 @@ def reachable(host: str) -> str:
 
 
 def listen_at(host: str, port: int, backlog: int) -> socket.socket | None:
-    """Listen at an address; None if it is not one of this host, as behind a load balancer. OSError if it is taken."""
+    """Listen at an address; return None if this host does not have it. Raises other OSErrors (port taken)."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=backlog)

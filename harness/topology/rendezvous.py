@@ -72,7 +72,7 @@ def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
 
 
 def note_told(store: dist.Store, env: LaunchEnv, seconds: float) -> None:
-    """Count this rank among those that know of a failure; on rank 0, then wait for the others."""
+    """Count this rank as knowing of a failure; rank 0 then waits for the other ranks."""
     known, until = store.add(TOLD, 1), time.monotonic() + seconds
     while env.rank == 0 and known < env.world_size and time.monotonic() < until and may_come(env):
         time.sleep(POLL_S)

@@ -1,8 +1,8 @@
 """A store whose values are JSON or text, signed with the secret of the run. Nothing is unpickled.
 
-torch's store takes values from whoever reaches its port, and those of the agents say which command a host starts. So a
-value with a wrong signature is an error. An empty value, and the counters that the store adds up itself, carry no
-signature: they decide when something happens, never what.
+torch's store takes values from any process that reaches its port, and the agents' values name the command that a host
+starts. So a value with a wrong signature is an error. An empty value, and the counters that the store adds up itself,
+carry no signature: they decide when something happens, never what.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Wanted:
 
 
 def cached(source: str) -> Path | None:
-    """Return the folder of the local cache that holds a model's files; None if there is none."""
+    """Return the folder of the local cache that holds a model's files, or None."""
     from huggingface_hub import constants
 
     if (match := ID.fullmatch(source)) is None or Path(source).exists():
@@ -56,7 +56,7 @@ def cached(source: str) -> Path | None:
 
 
 def fetch(source: str, wanted: Wanted) -> Path | None:
-    """Return the folder of the cache with the files of `source`; download those that are missing.
+    """Return the folder of the cache with the files of `source`; download missing files.
 
     One process per host downloads, the others wait for it. Return None if `source` cannot be an id to download: a path,
     or a name without an organisation that is not in the cache.

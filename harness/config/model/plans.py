@@ -92,7 +92,7 @@ def _is_planless(family: str, rows: Mapping[str, Mapping[str, str]]) -> bool:
 
 
 def plan_file(family: object) -> JsonObject | None:
-    """Return the content of a family's packaged plan file; None if there is none."""
+    """Return the content of a family's packaged plan file, or None."""
     path = MODELS / "plans" / f"{family}.json"
     if not path.is_file():
         return None

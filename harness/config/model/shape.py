@@ -139,7 +139,7 @@ def _window(config: JsonObject) -> int | None:
 
 
 def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return the number of experts in a layer, and of those that each token is sent to; (0, 0) without experts."""
+    """Return a layer's number of experts, and of experts per token; (0, 0) in a dense layer."""
     experts, chosen = (
         next((n for name in names if (n := whole(config.get(name)))), 0) for names in (_EXPERTS, _CHOSEN)
     )

@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 def lookup(config: Mapping[str, object], pointer: str) -> object:
-    """Return the value at a JSON pointer, or None where there is none."""
+    """Return the value at a JSON pointer, or None."""
     value: object = config
     for step in _steps(pointer):
         # dict is tested first, because isinstance with Mapping takes ten times as long

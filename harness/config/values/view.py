@@ -52,7 +52,7 @@ class ConfigView:
         return as_bool(self.get(pointer)) is True
 
     def section(self, pointer: str) -> JsonObject:
-        """Return the object at a pointer; empty if there is none."""
+        """Return the object at a JSON pointer, or an empty one."""
         value = self.get(pointer)
         return value if isinstance(value, dict) else {}
 

@@ -29,7 +29,7 @@ class Launcher:
     # (process, parent) from this process upwards. Empty without a launcher: closing the shell then ends nothing.
     links: tuple[tuple[int, int], ...] = ()
     command: tuple[str, ...] | None = None  # what the user typed; None if unknown
-    runner: int = 0  # process of the `deepspeed` command on this host; 0 if there is none
+    runner: int = 0  # process of the `deepspeed` command on this host, or 0
     is_deepspeed: bool = False  # whether DeepSpeed's launcher started this process
 
     @classmethod

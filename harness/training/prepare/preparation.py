@@ -216,7 +216,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
         finds = args.rank_0_finds_checkpoint
         checkpoint = chosen_by_rank_0(lambda: checkpoint_to_resume(spec) if finds else spec.checkpoint)
         all_or_none(lambda: lock_directory(spec.output_dir) if env.rank == 0 else None)
-        # `release` closes the groups of this run, but not those that were open before it.
+        # `release` closes the groups of this run, but not the groups that were open before it.
         foreign_groups = open_groups()
         groups = build_groups(spec.layout, spec.resolved.chunks.loss_stage)
         THIS_RANK.rank = groups.rank
