@@ -51,6 +51,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.given_optimizer.user_optimizer import of_run as user_optimizer
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
+    from harness.extras.measured_costs import measured_costs
     from harness.extras.monitors import Monitors
     from harness.extras.progress import ProgressCallback
     from harness.extras.pushing import pushing
@@ -65,6 +66,7 @@ def _with_extras(parts: Parts) -> Parts:
         fp8=fp8_layers,
         fusing=fusing,
         host_memory=HostMemory.open,
+        measure_layers=measured_costs,
         monitors=Monitors,
         progress=ProgressCallback,
         pushing=pushing,

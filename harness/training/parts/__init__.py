@@ -201,6 +201,7 @@ class Parts:
         host_memory: opens shared memory for the collectives of CPU ranks on one host.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
         fp8: returns a function that has a loaded layer compute in fp8 (`--fp8`). UserError where the device cannot.
+        measure_layers: times the layers of a model on a micro-batch (`pipeline.partition: measured`).
         placement_advice: returns a warning if tensor-parallel groups cross hosts.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
         user_optimizer: checks the Trainer's `optimizers`, given the run's inputs, model, adapters, config and layout.
@@ -226,6 +227,7 @@ class Parts:
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
     fp8: Callable[[EngineContext, PretrainedConfig], Callable[[nn.Module], None]] | None = None
+    measure_layers: Callable[..., list[float]] | None = None
     placement_advice: Callable[[Layout, Hosts], str | None] | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None
     user_optimizer: Callable[..., GivenOptimizer] | None = None

@@ -135,7 +135,7 @@ def prepare_run(spec: RunSpec) -> Run:
     if (checkpoint := spec.checkpoint) is not None:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))
     prompts = all_or_none(lambda: _prompts(spec, trainable))
-    boundaries = choose_boundaries(trainable, context, sample)
+    boundaries = choose_boundaries(trainable, context, _measured_costs(spec, trainable, context, sample))
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, spec.resolved.chunks)
 
     # 4. The layers of this rank, and DeepSpeed's engine around them.
@@ -373,6 +373,16 @@ def _trainable(spec: RunSpec, context: EngineContext, sample: MicroBatch | None)
     if isinstance(spec.data.train, SeveralSources):
         return replace(trainable, loss=reporting_sources(trainable.loss, spec.data.train.short_names))
     return trainable
+
+
+def _measured_costs(
+    spec: RunSpec, trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None
+) -> list[float] | None:
+    """Return the measured cost of each layer, if the config asks for it and there is data for it; all ranks call it."""
+    if context.resolved.partition != "measured" or context.resolved.chunks.count == 1 or sample is None:
+        return None
+    measure = needed(spec.parts.measure_layers, "pipeline.partition measured", "harness.extras")
+    return measure(trainable, context, *sample)
 
 
 def _prompts(spec: RunSpec, trainable: TrainableModel) -> SamplePrompts | None:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
-from harness.batches.collate import MicroBatch
 from harness.config import Resolved
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
 from harness.console import Console
-from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
 from harness.parallel.pipeline.partition import stage_boundaries
-from harness.parallel.pipeline.staged_module import build_layers
-from harness.parallel.values import Value
 from harness.schedules import DEFAULT, ModelChunks
 from harness.topology.agreement import all_gather_object
 from harness.topology.layout import Layout
 from harness.training.engine.context import EngineContext
-from harness.training.engine.losses import Loss, targets
 from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted
-
-ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -63,13 +50,13 @@ class StageLine:
         return f"stage {self.stage} on {ranks}: layers {layers} ({kinds}), {self.parameters:,} parameters a rank"
 
 
-def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
+def choose_boundaries(trainable: TrainableModel, context: EngineContext, measured: Sequence[float] | None) -> list[int]:
     """Return the boundaries of the model chunks (one per stage by default) by `pipeline.partition`.
 
     All ranks call it and get the same result: index of the first layer of each chunk, followed by the number of layers.
 
     Args:
-        sample: inputs and labels of one micro-batch, for `measured`; None without training data.
+        measured: measured costs of the layers; None for the computed ones.
 
     Raises:
         UserError: there are fewer layers than chunks, or a chunk has no trained parameter, which DeepSpeed's engines
@@ -82,7 +69,7 @@ def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample:
             f"chunks, but the model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or chunks, or "
             "another schedule"
         )
-    boundaries = _boundaries(trainable, context, sample)
+    boundaries = _boundaries(trainable, context, measured)
     for chunk, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(trainable.trained[start:stop]):
             where = f"stage {chunk}" if chunks.per_stage == 1 else f"model chunk {chunk}"
@@ -97,15 +84,17 @@ def stage_costs(layers: Sequence[float], boundaries: Sequence[int], chunks: Mode
     return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.num_stages)]
 
 
-def _boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
+def _boundaries(trainable: TrainableModel, context: EngineContext, measured: Sequence[float] | None) -> list[int]:
     count = context.resolved.chunks.count
     if count == 1:
         return [0, len(trainable.layers)]
-    method = context.resolved.partition
-    costs = trainable.costs
-    if method == "measured" and sample is not None:
-        costs = measured_costs(trainable, context, *sample)
-    return stage_boundaries(method, count, costs=costs, parameters=trainable.parameters, names=trainable.names)
+    return stage_boundaries(
+        context.resolved.partition,
+        count,
+        costs=trainable.costs if measured is None else measured,
+        parameters=trainable.parameters,
+        names=trainable.names,
+    )
 
 
 def stage_lines(
@@ -132,61 +121,6 @@ def stage_lines(
             )
         )
     return lines
-
-
-def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Value, labels: Value) -> list[float]:
-    """Time forward and backward of each layer on one micro-batch; return the mean seconds over all ranks.
-
-    Layers are built one at a time and discarded. Among layers of equal class, size and input shape, only the first is
-    timed. All ranks time the same layers in the same order, because tensor-parallel layers run collectives.
-    """
-    known: dict[tuple[object, ...], float] = {}
-    seconds = []
-    value = tree_map(partial(_place, context=context), inputs)
-    for index, name in enumerate(trainable.names):
-        kind = (name, trainable.parameters[index], tuple(leaf.shape for leaf in tree_leaves(value)))
-        layer = build_layers(trainable.layers, index, index + 1, context.args.seed).calls[0]
-        if isinstance(trainable.layers[index], nn.Module):
-            layer = copy.deepcopy(layer)  # leave the user's module unchanged
-        if isinstance(layer, nn.Module):
-            layer = layer.to(context.device, context.dtype)
-        loss = trainable.loss if index == len(trainable.layers) - 1 else None
-        if kind not in known or loss is not None:
-            known[kind] = _time_layer(layer, value, loss, labels, context)
-        seconds.append(known[kind])
-        with torch.no_grad():  # the input of the next layer
-            value = layer(value)
-    # Ranks must agree on the costs, as each computes the boundaries itself.
-    total = torch.tensor(seconds, dtype=torch.float64, device=context.device)
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).tolist()
-
-
-def _time_layer(layer: LayerCall, value: Value, loss: Loss | None, labels: Value, context: EngineContext) -> float:
-    """Return the seconds of the fastest round after a warm-up."""
-    times = []
-    wanted = tree_map(lambda label: label.to(context.device), labels)
-    for _ in range(ROUNDS):
-        given = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), value)
-        _wait(context.device)
-        start = time.perf_counter()
-        output = layer(given)
-        results = [output] if loss is None else [loss(output, targets(wanted, 1.0, len(tree_leaves(wanted)[0])))]
-        total = sum(leaf.float().sum() for leaf in tree_leaves(results))
-        if isinstance(total, Tensor) and total.requires_grad:
-            total.backward()
-        _wait(context.device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def _place(leaf: Tensor, context: EngineContext) -> Tensor:
-    return leaf.to(context.device, context.dtype if leaf.is_floating_point() else leaf.dtype)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _size(parameter: nn.Parameter) -> int:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from harness import TrainingArguments, UserError, schedules
 from harness.device.process_group import start
@@ -23,7 +22,7 @@ from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 from harness.training.engine.context import EngineContext
-from harness.training.prepare.stages import StageLine, choose_boundaries, measured_costs, stage_costs, stage_lines
+from harness.training.prepare.stages import StageLine, choose_boundaries, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_layers
 
 FOLDED = [name for name, each in schedules.SCHEDULES.items() if each.folded]
@@ -176,30 +175,6 @@ def test_stages_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         choose_boundaries(model, context(groups, stages, **pipeline), None)
-
-
-def test_every_layer_is_timed_and_those_of_one_kind_once(groups: Any) -> None:
-    calls: list[int] = []
-
-    class Counting(nn.Linear):
-        def forward(self, given: Tensor) -> Tensor:
-            calls.append(self.out_features)
-            return super().forward(given)
-
-    own = Counting(4, 4)
-    model = trainable_layers(
-        [LayerSpec(Counting, 4, 4), LayerSpec(Counting, 4, 4), own, torch.tanh, LayerSpec(Counting, 4, 2)],
-        nn.functional.mse_loss,
-        (torch.zeros(3, 4), torch.zeros(3, 2)),
-    )
-    before = {name: value.clone() for name, value in own.state_dict().items()}
-    calls.clear()
-    found = measured_costs(model, context(groups, 2), torch.ones(3, 4), torch.zeros(3, 2))
-    assert len(found) == 5 and min(found) > 0
-    assert found[0] == found[1] == found[2]  # one kind, timed once
-    assert calls.count(4) == 3 + 3 and calls.count(2) == 3 + 1  # three rounds, and one pass that hands on the values
-    assert own.weight.grad is None and own.weight.requires_grad
-    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
 
 
 def test_the_line_of_a_stage_counts_what_its_rank_holds(groups: Any) -> None:
