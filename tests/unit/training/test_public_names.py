@@ -95,6 +95,7 @@ VALUES = {
     "preference_label_smoothing": "0.1",
     "simpo_gamma": "1.5",
 }
+QUANTIZING = ("quant_type", "use_double_quant", "compute_dtype")
 COMPANIONS = {
     "load_best_model_at_end": ("--eval_steps", "5"),
     "early_stopping_patience": ("--eval_steps", "5"),
@@ -102,6 +103,7 @@ COMPANIONS = {
     "model_revision": ("--model_name_or_path", "a/b"),
     "lr_scheduler_kwargs": ("--lr_scheduler_type", "cosine"),
     **{item.name: ("--use_peft",) for item in fields(LoraArguments) if item.name != "use_peft"},
+    **{f"bnb_4bit_{name}": ("--use_peft", "--load_in_4bit") for name in QUANTIZING},
     **dict.fromkeys(("preference_beta", "preference_label_smoothing", "simpo_gamma"), ("--preference", "simpo")),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("--preference", "kto")),
 }

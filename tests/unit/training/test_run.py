@@ -148,6 +148,7 @@ HF_ONLY = {
     "block_size": 4,
     "context_parallel_size": 1,
     "expert_parallel_size": 1,
+    "fp8": "emulate",
     "fused_kernels": False,
     "label_smoothing_factor": 0.1,
     "neftune_noise_alpha": 5.0,
