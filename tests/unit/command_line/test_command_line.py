@@ -223,9 +223,7 @@ def test_a_flag_is_idle_where_it_asks_for_what_is_done(name: str, value: object,
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param(
-            "bnb_4bit_use_double_quant", "use --use_peft; quantised weights are not supported (axolotl", id="b"
-        ),
+        pytest.param("bnb_4bit_quant_storage", "use --use_peft --load_in_4bit true (QLoRA) (axolotl", id="b"),
         pytest.param("liger_rms_norm", "use --use_liger_kernel, which takes all of", id="a-prefix"),
         pytest.param("Sequence-Len", "use --block_size (axolotl calls it Sequence-Len)", id="other-letters"),
         pytest.param("training.steps", "use --max_steps (torchtitan calls it training.steps)", id="a-section"),
