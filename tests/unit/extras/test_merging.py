@@ -79,11 +79,12 @@ def require_same_model(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
         ("llama", {**ALL, "use_rslora": True}, {}),
         ("llama", {**ALL, "use_dora": True}, {}),
         ("qwen2", {**ALL, "bias": "lora_only"}, {}),
+        ("qwen2", {"r": 2, "target_modules": ["q_proj"], "bias": "all"}, {}),
         ("mixtral", EXPERTS, {"num_local_experts": 4}),
         ("llama", ENDS, {}),
         ("llama", {**ENDS, "ensure_weight_tying": True}, {"tie_word_embeddings": True}),
     ],
-    ids=["rslora", "dora", "biases", "experts", "ends", "tied"],
+    ids=["rslora", "dora", "biases", "all-biases", "experts", "ends", "tied"],
 )
 def test_the_merged_model_is_that_of_peft_in_the_files_of_the_base(
     family: str, peft: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
