@@ -28,15 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the device on to what starts ranks, and to all processes that tests start: this one stays on the CPU."""
     if config.getoption("--device") == "simulated":
-        from tests.distributed import ranks
-        from tests.simulated_device import device
+        from tests.support import ranks
+        from tests.support.simulated_device import device
 
         if reason := device.why_not():
             pytest.exit(reason, 0)
         ranks.DEVICE[0] = "simulated"
         os.environ.update(device.environment())
     elif config.getoption("--device") == "cuda":
-        from tests.distributed import ranks
+        from tests.support import ranks
 
         ranks.DEVICE[0] = "cuda"
         if ranks.GPUS not in os.environ:  # else a worker, which has it from the process that starts the tests

@@ -29,7 +29,7 @@ from torch import Tensor  # noqa: E402
 from harness.extras.host_memory import HostMemory  # noqa: E402
 from harness.parallel import collectives  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 KIB = (64, 1536, 16384)
 """Sizes of the tensors: a small one, a hidden state of 4 x 256 tokens of width 384, and what takes several pieces."""

@@ -36,7 +36,7 @@ from harness.parallel.tensor.shard import shard_of  # noqa: E402
 from harness.parallel.token_exchange import Neighbours  # noqa: E402
 from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.threads import run_threads  # noqa: E402
+from tests.support.threads import run_threads  # noqa: E402
 
 RANKS, OUTPUT = 2, RESULTS / "expert_families.json"
 GEMMA4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}

@@ -38,7 +38,7 @@ from harness.parallel.plans.apply import cut  # noqa: E402
 from harness.parallel.plans.experts import expert_parallel_plan  # noqa: E402
 from harness.parallel.token_exchange import Neighbours  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.threads import run_threads  # noqa: E402
+from tests.support.threads import run_threads  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,

@@ -40,7 +40,7 @@ from harness.planner.preset import preset  # noqa: E402
 from harness.planner.search import Task, search  # noqa: E402
 from harness.planner.workload import Strategy, Workload  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 LENGTH, SAMPLES, LIMIT_S = 128, 8, 300
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # of glibc: a larger block is a mapping of its own

@@ -43,7 +43,7 @@ from harness.training.engine.build import EngineContext  # noqa: E402
 from harness.training.prepare.stages import choose_boundaries  # noqa: E402
 from harness.training.prepare.trainable import trainable_decoder  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 LAYOUTS = {"pp2 x tp2": (2, 2, 1), "tp4": (1, 4, 1), "ZeRO-3 dp4": (1, 1, 3)}
 SHAPE = dict(

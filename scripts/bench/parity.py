@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.parity.composition import Composition
 from harness.parity.trial import FAILED, REFUSED, RIGHT, WRONG, TrialResult, try_all
 from harness.training.recording.files import versions
-from tests.random_compositions import Families, draw, features, pairs, shrink
+from tests.support.random_compositions import Families, draw, features, pairs, shrink
 
 SLICE = 40  # compositions between two looks at the clock: of each slice those on few ranks come first
 LARGE = 1000

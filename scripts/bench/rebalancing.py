@@ -24,7 +24,7 @@ from transformers import LlamaConfig  # noqa: E402
 
 from harness import Trainer, TrainingArguments  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 ROUNDS, STEPS, MOVE_AT, LENGTH = 2, 14, 4, 128
 CONFIG = {

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from harness import Trainer, TrainingArguments  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed.ranks import run_ranks  # noqa: E402
-from tests.distributed.training import Job, rows, tiny_model  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
+from tests.support.training import Job, rows, tiny_model  # noqa: E402
 
 RESULT = RESULTS / "reshape.json"
 LAYOUTS = {

@@ -32,7 +32,7 @@ from harness.config.values.batch import bubble  # noqa: E402
 from harness.deepspeed.instructions import announcer  # noqa: E402
 from harness.schedules import SCHEDULES, model_chunks  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 STAGES, MICRO_BATCHES, SAMPLES, LENGTH = 4, 8, 1, 16
 SHAPE = {

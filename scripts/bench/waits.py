@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed import ranks  # noqa: E402
-from tests.distributed.training import Job, tiny_model  # noqa: E402
-from tests.simulated_device.device import why_not  # noqa: E402
-from tests.simulated_device.waiting import is_own, waits_of_all  # noqa: E402
+from tests.support import ranks  # noqa: E402
+from tests.support.simulated_device.device import why_not  # noqa: E402
+from tests.support.simulated_device.waiting import is_own, waits_of_all  # noqa: E402
+from tests.support.training import Job, tiny_model  # noqa: E402
 
 LAYOUTS = ("pp2z0", "pp2z1", "tp2z0", "tp2z1", "dp2z0", "dp2z1", "dp2z2", "dp2z3")
 

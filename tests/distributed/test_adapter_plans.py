@@ -17,10 +17,10 @@ from harness.extras.dora import own_magnitudes
 from harness.extras.lora_cut import cut_with_adapters
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.plan import plan_for
-from tests.distributed.comparing import Uncut, differences
-from tests.distributed.ranks import inheriting, on_device, run_ranks
 from tests.distributed.test_parallel_models import VOCABULARY
-from tests.plan_models import PLANS, SHAPES, plan_model
+from tests.support.comparing import Uncut, differences
+from tests.support.plan_models import PLANS, SHAPES, plan_model
+from tests.support.ranks import inheriting, on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-5  # float32, sums in another order

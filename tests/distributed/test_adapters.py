@@ -19,10 +19,10 @@ from harness.hf.skeleton import read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES as EXPERTS
 from tests.distributed.test_experts import SPREAD
-from tests.distributed.training import STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -22,8 +22,8 @@ from harness.checkpoint.tensors import tensor_writer
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles
 from harness.device.process_group import all_arrive
 from harness.errors import UserError
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from harness import Trainer, UserError
 from harness.checkpoint.directories import read_progress
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, second_host, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of, rows, second_host, tiny_model
 
 pytestmark = pytest.mark.ranks
 

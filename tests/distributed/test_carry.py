@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from harness import Trainer, TrainingArguments
 from harness.verify.tiny_copy import tiny_config
 from harness.verify.tiny_copy import tiny_model as tiny_copy
-from tests.distributed.ranks import DEVICE, run_ranks
-from tests.distributed.training import BATCH, STEPS, Curve, Job, reference, rows, tiny_model, train_all, worst
+from tests.support.ranks import DEVICE, run_ranks
+from tests.support.training import BATCH, STEPS, Curve, Job, reference, rows, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -34,8 +34,8 @@ from harness.extras import peers
 from harness.extras.host_memory import HostMemory
 from harness.parallel import collectives
 from harness.parallel.tensor.layers import overlap_sums
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, without_shared_memory
+from tests.support.ranks import run_ranks
+from tests.support.training import STEPS, Curve, Job, arguments_of, rows, without_shared_memory
 
 pytestmark = [pytest.mark.ranks, pytest.mark.on_host("ranks share the memory of the host, not of a device")]
 CASES = [(size, dtype) for size in (1, 60_000) for dtype in (torch.float64, torch.bfloat16, torch.int64)]

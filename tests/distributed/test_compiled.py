@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, reference, tiny_model, train, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import Curve, Job, reference, tiny_model, train, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -21,9 +21,9 @@ from harness.parity.commands import verify
 from harness.parity.composition import Composition
 from harness.parity.launch import run_on_ranks
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import rows
-from tests.random_compositions import Families, draw
+from tests.support.random_compositions import Families, draw
+from tests.support.ranks import run_ranks
+from tests.support.training import rows
 
 pytestmark = pytest.mark.ranks
 

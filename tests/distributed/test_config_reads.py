@@ -6,7 +6,7 @@ import pytest
 
 from harness.checking.schema import every_key
 from tests.distributed.config_reads import Reads, reads
-from tests.distributed.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.unit.config.deepspeed_models import MODELS, attribute
 from tests.unit.config.test_every_key import acts
 

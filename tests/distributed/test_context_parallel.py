@@ -19,8 +19,8 @@ from transformers.integrations import flex_attention as flex_of_transformers
 
 from harness import Trainer, UserError
 from harness.hf.layers import attention
-from tests.distributed.ranks import here, run_ranks
-from tests.distributed.training import BATCH, BLOCK, STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
+from tests.support.ranks import here, run_ranks
+from tests.support.training import BATCH, BLOCK, STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -10,8 +10,8 @@ import pytest
 from peft import LoraConfig
 
 from harness import Trainer
-from tests.distributed.ranks import here, run_ranks
-from tests.distributed.training import BATCH, STEPS, Curve, Job, arguments_of, rows, tiny_model, worst
+from tests.support.ranks import here, run_ranks
+from tests.support.training import BATCH, STEPS, Curve, Job, arguments_of, rows, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -23,8 +23,8 @@ from harness.dry_run.ledger import Ledger
 from harness.dry_run.memory import Step
 from harness.topology.layout import Layout
 from harness.training.prepare.preparation import release
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BLOCK, Job, arguments_of, rows, without_shared_memory
+from tests.support.ranks import run_ranks
+from tests.support.training import BLOCK, Job, arguments_of, rows, without_shared_memory
 
 pytestmark = [
     pytest.mark.ranks,

@@ -20,8 +20,8 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.ranks import on_device, run_ranks
-from tests.distributed.training import (
+from tests.support.ranks import on_device, run_ranks
+from tests.support.training import (
     BATCH,
     STEPS,
     Curve,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness import Trainer, TrainerCallback, TrainingArguments
 from harness.resilience.process import records
-from tests.distributed.ranks import DEVICE, run_ranks, words_of_failing_ranks
+from tests.support.ranks import DEVICE, run_ranks, words_of_failing_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -12,7 +12,7 @@ from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions
 from harness.errors import UserError
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from tests.distributed.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

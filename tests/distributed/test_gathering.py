@@ -12,9 +12,9 @@ from torch import Tensor
 
 from harness import Trainer
 from harness.extras.host_memory import HostMemory
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BATCH, Curve, Job, arguments_of, rows, tiny_model
-from tests.simulated_device.process_group import Group
+from tests.support.ranks import run_ranks
+from tests.support.simulated_device.process_group import Group
+from tests.support.training import BATCH, Curve, Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 STEPS, MICRO_BATCHES = 2, 4

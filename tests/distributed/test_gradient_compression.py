@@ -27,8 +27,8 @@ from harness import Trainer
 from harness.dry_run.ledger import Ledger
 from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.ranks import DEVICE, here, on_device, run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model, without_shared_memory, worst
+from tests.support.ranks import DEVICE, here, on_device, run_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model, without_shared_memory, worst
 
 pytestmark = pytest.mark.ranks
 

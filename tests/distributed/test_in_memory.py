@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import Trainer
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, arguments_of, by_torch, rows, steps_of, tiny_model, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import Curve, Job, arguments_of, by_torch, rows, steps_of, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 

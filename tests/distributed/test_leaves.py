@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
 from harness.parallel.pipeline.staged_module import build_layers
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, reference, train, worst
-from tests.experts import WIDTH, ByRow, Listed, ReadByParent, Residual, Stacked
+from tests.support.experts import WIDTH, ByRow, Listed, ReadByParent, Residual, Stacked
+from tests.support.ranks import run_ranks
+from tests.support.training import Curve, Job, reference, train, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from tests.distributed.ranks import DEVICE, run_ranks
-from tests.distributed.training import Curve, Job, rows, tiny_model, train_all, worst
+from tests.support.ranks import DEVICE, run_ranks
+from tests.support.training import Curve, Job, rows, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint.exporting.weights import gather_zero3
 from harness.deepspeed.zero3_parameters import Partition
-from tests.distributed.ranks import run_ranks, script_on_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.support.ranks import run_ranks, script_on_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, rows, tiny_model, train_all
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, rows, tiny_model, train_all
 
 pytestmark = pytest.mark.ranks
 

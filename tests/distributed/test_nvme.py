@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from harness import Trainer, TrainingArguments
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BATCH, rows
+from tests.support.ranks import run_ranks
+from tests.support.training import BATCH, rows
 
 pytestmark = [
     pytest.mark.ranks,

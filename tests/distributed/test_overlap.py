@@ -19,8 +19,8 @@ from harness.deepspeed.instructions import Observer
 from harness.deepspeed.update import DividedOptimizer
 from harness.training.callbacks import StepRecord
 from harness.training.engine.engine import PipelineStages
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, steps_of, without_shared_memory
+from tests.support.ranks import run_ranks
+from tests.support.training import STEPS, Curve, Job, arguments_of, rows, steps_of, without_shared_memory
 
 pytestmark = pytest.mark.ranks
 

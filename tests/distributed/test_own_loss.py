@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, arguments_of, by_torch, rows, steps_of, tiny_model, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import Curve, Job, arguments_of, by_torch, rows, steps_of, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 

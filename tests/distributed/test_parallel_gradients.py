@@ -19,8 +19,8 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan, PlanRule, wildcard
 from harness.parallel.tensor.shared_input import SharedInput
-from tests.distributed.ranks import on_device, run_ranks
 from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
+from tests.support.ranks import on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 PLAN = Plan(model_type="any", rules={"up": PlanRule(style="colwise"), "down": PlanRule(style="rowwise")})

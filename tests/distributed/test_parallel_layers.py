@@ -37,7 +37,7 @@ from harness.parallel.tensor.layers import (
     overlap_sums,
 )
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.ranks import on_device, run_ranks
+from tests.support.ranks import on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-12  # float64; the cross entropy sums in float32

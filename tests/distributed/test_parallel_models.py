@@ -25,8 +25,8 @@ from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.plans.plan import plan_for
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.comparing import whole_grads
-from tests.distributed.ranks import inheriting, on_device, run_ranks
+from tests.support.comparing import whole_grads
+from tests.support.ranks import inheriting, on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-5  # float32, sums in another order

@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING
 from harness import UserError
 from harness.verify.tiny_copy import tiny_config
 from harness.verify.tiny_copy import tiny_model as tiny_copy
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, reference, tiny_model, train, train_all, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, reference, tiny_model, train, train_all, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -1,4 +1,4 @@
-"""Every plan file, held to the uncut model: logits and every gradient, in the shapes of `tests.plan_models`.
+"""Every plan file, held to the uncut model: logits and every gradient, in the shapes of `tests.support.plan_models`.
 
 Two ranks are launched once; a file without a shape, or with one that is refused, fails.
 """
@@ -13,9 +13,8 @@ from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import plan_for
-from tests.distributed.comparing import Uncut, differences
-from tests.distributed.ranks import here, inheriting, on_device, run_ranks
-from tests.plan_models import (
+from tests.support.comparing import Uncut, differences
+from tests.support.plan_models import (
     ODD_SHAPES,
     ODD_SIZES,
     PLANS,
@@ -24,6 +23,7 @@ from tests.plan_models import (
     VOCABULARY,
     plan_model,
 )
+from tests.support.ranks import here, inheriting, on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 5e-6  # float32, sums in another order
@@ -98,7 +98,7 @@ def results() -> Any:
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_model_cut_by_a_plan_file_is_the_model(results: Any, path: Any) -> None:
     for rank, result in enumerate(results):
-        assert result.get(path.stem), f"{path.name} has no shape in tests/plan_models.py"
+        assert result.get(path.stem), f"{path.name} has no shape in tests/support/plan_models.py"
         for shape, errors in zip(SHAPES[path.stem], result[path.stem], strict=True):
             wrong = {what: error for what, error in errors.items() if not error <= TOLERATED.get(what, TOLERANCE)}
             assert not wrong, f"{path.stem} {shape} on rank {rank}: {wrong}"

@@ -9,8 +9,8 @@ import pytest
 
 from harness import Trainer, TrainingArguments
 from harness.cli import main
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BATCH, BLOCK, Curve, rows, steps_of
+from tests.support.ranks import run_ranks
+from tests.support.training import BATCH, BLOCK, Curve, rows, steps_of
 
 pytestmark = pytest.mark.ranks
 

@@ -16,8 +16,8 @@ from harness import Trainer, TrainingArguments
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import MANIFEST, contents, write_manifest
 from harness.errors import UserError
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import rows
+from tests.support.ranks import run_ranks
+from tests.support.training import rows
 
 READ = {"model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json", MANIFEST}
 """The files that a resumed run reads; the others are for HuggingFace."""

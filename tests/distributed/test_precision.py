@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
 from harness.verify.tiny_copy import tiny_config, tiny_model
-from tests.distributed.ranks import DEVICE, run_ranks
-from tests.distributed.training import Job
-from tests.distributed.training import tiny_model as llama
+from tests.support.ranks import DEVICE, run_ranks
+from tests.support.training import Job
+from tests.support.training import tiny_model as llama
 
 pytestmark = pytest.mark.ranks
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, EvalPrediction
 
 from harness import Trainer, TrainerCallback, UserError
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

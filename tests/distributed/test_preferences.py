@@ -14,10 +14,10 @@ from peft import LoraConfig, get_peft_model
 
 from harness import PreferenceArguments, Preferences, Trainer
 from harness.data.tokenizer import ByteTokenizer
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Job, arguments_of
-from tests.models import model_of
-from tests.preferences import FLAGS, LABELLED, PAIRS, Step, evaluated, trained
+from tests.support.models import model_of
+from tests.support.preferences import FLAGS, LABELLED, PAIRS, Step, evaluated, trained
+from tests.support.ranks import run_ranks
+from tests.support.training import STEPS, Job, arguments_of
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.cli import main
 from harness.deepspeed.process_wide import avoid_compiling
-from tests.distributed.ranks import here, run_ranks
+from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -13,8 +13,8 @@ from harness import Trainer
 from harness.report.profile.profiler import ProfileCallback
 from harness.report.profile.record import COMPUTING, RankProfile, StepProfile, read_steps
 from harness.report.profile.timeline import bubble, with_answers, with_waits
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
-from tests.distributed.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

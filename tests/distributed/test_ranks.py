@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_device, run_ranks
+from tests.support.ranks import on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -17,8 +17,8 @@ from harness.extras.rebalancing.rebalancer import Rebalancer, StageClock
 from harness.report.profile.record import read_steps
 from harness.training.callbacks import StepRecord
 from harness.training.prepare.run import Run
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

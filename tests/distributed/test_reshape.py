@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
 from harness.cli import main
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -22,8 +22,8 @@ from harness.checkpoint import integrity
 from harness.checkpoint.directories import read_manifest
 from harness.console import Console
 from harness.training.saving.resume import resume_named
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import run_ranks
-from tests.distributed.rollback import STEPS, in_layouts, with_tensor_parallelism
-from tests.distributed.training import tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.rollback import STEPS, in_layouts, with_tensor_parallelism
+from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, tiny_model
 
 pytestmark = pytest.mark.ranks
 

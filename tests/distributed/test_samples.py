@@ -23,8 +23,8 @@ from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer
 from harness.training.callbacks import StepRecord
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BATCH, Job, arguments_of, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import BATCH, Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

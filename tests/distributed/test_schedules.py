@@ -13,8 +13,8 @@ import pytest
 
 from harness import Trainer
 from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, steps_of, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of, rows, steps_of, tiny_model
 
 FOLDED = [name for name, each in SCHEDULES.items() if each.folded]
 

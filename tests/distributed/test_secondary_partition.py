@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, rows, tiny_model, trained, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import Curve, Job, rows, tiny_model, trained, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -10,9 +10,9 @@ import pytest
 from peft import LoraConfig
 
 from harness import Trainer, UserError
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BLOCK, STEPS, Curve, Job, arguments_of, rows, tiny_model, worst
-from tests.distributed.training import reference as by_torch
+from tests.support.ranks import run_ranks
+from tests.support.training import BLOCK, STEPS, Curve, Job, arguments_of, rows, tiny_model, worst
+from tests.support.training import reference as by_torch
 
 pytestmark = pytest.mark.ranks
 

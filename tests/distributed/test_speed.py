@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.extras import speed
 from harness.extras.host_memory import HostMemory
 from harness.parallel.collectives import leave_memory, share_memory
-from tests.distributed.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -11,8 +11,8 @@ import torch
 from harness import Trainer
 from harness.verify.tiny_copy import tiny_config
 from harness.verify.tiny_copy import tiny_model as tiny_copy
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, arguments_of, reference, rows, steps_of, tiny_model, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import Curve, Job, arguments_of, reference, rows, steps_of, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -21,7 +21,7 @@ from harness.topology.agreement import all_gather_on_host, broadcast_object, che
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
 from harness.training.prepare.preparation import require_shared
-from tests.distributed.ranks import here, run_ranks
+from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.ranks
 

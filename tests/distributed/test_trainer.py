@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
-from tests.distributed.ranks import DEVICE, run_ranks
-from tests.distributed.training import Job, rows, tiny_model
+from tests.support.ranks import DEVICE, run_ranks
+from tests.support.training import Job, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

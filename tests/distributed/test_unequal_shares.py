@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from harness import Trainer, UserError
 from harness.console import Console
 from harness.parallel.plans.experts import run_where_aligned
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, tiny_model, trained, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import STEPS, Curve, Job, arguments_of, rows, tiny_model, trained, worst
 
 pytestmark = pytest.mark.ranks
 

@@ -24,8 +24,8 @@ from harness.topology.env import LaunchEnv
 from harness.topology.rendezvous import require_one_kind
 from harness.training.prepare import plan
 from harness.verify import sharding
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from harness import Trainer
 from harness.batches.order import sample_order
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Job, arguments_of, rows
-from tests.models import model_of
+from tests.support.models import model_of
+from tests.support.ranks import run_ranks
+from tests.support.training import STEPS, Job, arguments_of, rows
 
 pytestmark = pytest.mark.ranks
 

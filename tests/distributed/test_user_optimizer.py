@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from harness import Trainer
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Curve, Job, arguments_of, rows, tiny_model, worst
+from tests.support.ranks import run_ranks
+from tests.support.training import Curve, Job, arguments_of, rows, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
 

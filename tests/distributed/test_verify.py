@@ -21,8 +21,8 @@ from harness.errors import UserError
 from harness.hf import causal
 from harness.hf.locate import PLANS
 from harness.verify.tiny_copy import tiny_config
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, rows
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, rows
 
 pytestmark = pytest.mark.ranks
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from harness import Trainer
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of
+from tests.support.ranks import run_ranks
+from tests.support.training import Job, arguments_of
 from tests.unit.extras.test_whole_model import TOWERS, logits, saved, tensors_in
 
 pytestmark = pytest.mark.ranks

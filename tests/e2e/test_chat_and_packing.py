@@ -21,9 +21,9 @@ from harness.data.mixing import Joined
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer
-from tests.distributed.ranks import run_ranks, script_on_ranks
-from tests.distributed.training import by_torch, tiny_model
 from tests.e2e.launching import SCRIPT, metrics
+from tests.support.ranks import run_ranks, script_on_ranks
+from tests.support.training import by_torch, tiny_model
 
 pytestmark = pytest.mark.ranks
 

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from harness.checking.registry import RULES
-from tests.distributed.ranks import run_ranks
 from tests.e2e import deepspeed_verdicts
+from tests.support.ranks import run_ranks
 from tests.unit.config.test_rules import findings
 
 pytestmark = [

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from harness.cli import main
 from harness.preferences.losses import PairLoss
-from tests.preferences import PAIRS
+from tests.support.preferences import PAIRS
 
 PRESETS = Path(__file__).resolve().parents[2] / "models/presets"
 

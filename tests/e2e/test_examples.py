@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.ranks import script_on_ranks
 from tests.e2e.launching import ROOT
+from tests.support.ranks import script_on_ranks
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness import UserError
 from harness.checkpoint.directories import read_progress
-from tests.distributed.rollback import rows, train, trainer, without_the_batch
+from tests.support.rollback import rows, train, trainer, without_the_batch
 
 
 def test_the_run_goes_on_as_if_the_batch_had_never_been(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from harness.planner.hardware import load_hardware
 from harness.planner.page.answer import answer
 from harness.planner.page.write import PYODIDE, devices, models, page
 from harness.planner.search import search, task_of
-from tests.browser import Site, needs_browser
+from tests.support.browser import Site, needs_browser
 
 pytestmark = needs_browser
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import dom_of, needs_browser
-from tests.report_runs import made, write_other, write_run
+from tests.support.browser import dom_of, needs_browser
+from tests.support.report_runs import made, write_other, write_run
 
 pytestmark = pytest.mark.ranks
 

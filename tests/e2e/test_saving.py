@@ -18,7 +18,7 @@ from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.cli import main
 from harness.data.tokenizer import ByteTokenizer
 from harness.training.saving.checkpoints import progress_of, stream_position
-from tests.distributed.training import tiny_model
+from tests.support.training import tiny_model
 from tests.unit.training.full_disk import full_disk
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(16)]

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from harness.data.tokenizer import ByteTokenizer
-from tests.distributed.ranks import script_on_ranks
 from tests.e2e.launching import ROOT, SCRIPT, environment, first_rank, launch, metrics
+from tests.support.ranks import script_on_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core import ROOT
+from tests.support.core import ROOT
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ from harness.hf.forward.payload import CarriedTensor, PayloadSpec, StagePayload
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack_payload
 from harness.verify.tiny_copy import tiny_config, tiny_model
-from tests.models import config, model_of
+from tests.support.models import config, model_of
 from tests.unit.hf.test_decoder import prepare
 
 FAMILIES = ("gemma3n_text", "gemma4_text", "zamba", "inkling2_text", "hy_v4", "deepseek_v4", "longcat_flash", "pegasus")

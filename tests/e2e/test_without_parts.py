@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core import ROOT, copy_core
+from tests.support.core import ROOT, copy_core
 
 pytestmark = pytest.mark.ranks
 

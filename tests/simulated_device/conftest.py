@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed import ranks
-from tests.simulated_device import device
+from tests.support import ranks
+from tests.support.simulated_device import device
 
 ON_GPUS = ("test_features", "test_fp16", "test_layouts")
 

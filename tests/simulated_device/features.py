@@ -22,10 +22,10 @@ from harness import Trainer, TrainerCallback
 from harness.batches.order import SeveralSources
 from harness.data.tokenizer import ByteTokenizer
 from harness.parallel.generators import default_generator
-from tests.distributed.ranks import here
-from tests.distributed.training import Job, arguments_of, rows
-from tests.simulated_device import device
-from tests.simulated_device.kernels import CALLED, stand_ins
+from tests.support.ranks import here
+from tests.support.simulated_device import device
+from tests.support.simulated_device.kernels import CALLED, stand_ins
+from tests.support.training import Job, arguments_of, rows
 
 STEPS = 3  # of a run that does not say how many: the first whose update comes from moments of two steps
 TEXT = "Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. " * 8

@@ -27,9 +27,9 @@ from harness.parallel import collectives
 from harness.parallel.comm import TensorParallel
 from harness.parallel.dropout import KeyedRng, RngKey
 from harness.parallel.host import brought_to_host, numbers, to_device
-from tests.models import model_of
-from tests.simulated_device import device
-from tests.simulated_device.device import NAME
+from tests.support.models import model_of
+from tests.support.simulated_device import device
+from tests.support.simulated_device.device import NAME
 
 
 def copies(folder: str) -> dict[str, bool]:

@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests.simulated_device import device, works
-from tests.simulated_device.device import NAME
+from tests.support.simulated_device import device, works
+from tests.support.simulated_device.device import NAME
 
 
 def said(act: Callable[[], object]) -> str:

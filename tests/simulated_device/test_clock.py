@@ -11,9 +11,9 @@ import pytest
 
 from harness.config.values.batch import left_waits
 from harness.schedules import model_chunks
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, tiny_model
-from tests.simulated_device.timing import Timed, timed_all
+from tests.support.ranks import run_ranks
+from tests.support.simulated_device.timing import Timed, timed_all
+from tests.support.training import Job, tiny_model
 
 pytestmark = pytest.mark.ranks
 

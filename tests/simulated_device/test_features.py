@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.ranks import run_ranks
-from tests.distributed.rollback import in_layouts
-from tests.distributed.training import Job, tiny_model
 from tests.simulated_device.features import Run, make, make_all
+from tests.support.ranks import run_ranks
+from tests.support.rollback import in_layouts
+from tests.support.training import Job, tiny_model
 
 pytestmark = pytest.mark.ranks
 

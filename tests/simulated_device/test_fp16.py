@@ -12,7 +12,7 @@ from harness.parity.execute import run_lines
 from harness.parity.launch import LINES
 from harness.parity.subject import make_subject
 from harness.parity.trial import RIGHT, Judge
-from tests.distributed.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT, script_on_ranks
+from tests.support.ranks import ROOT, script_on_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -12,10 +12,10 @@ import torch
 
 from harness.verify.tiny_copy import tiny_config
 from harness.verify.tiny_copy import tiny_model as tiny_copy
-from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES
-from tests.distributed.training import Curve, Job, reference, tiny_model, train_all, worst
-from tests.simulated_device import device
+from tests.support.ranks import run_ranks
+from tests.support.simulated_device import device
+from tests.support.training import Curve, Job, reference, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
 

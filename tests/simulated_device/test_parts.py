@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import run_ranks
 from tests.simulated_device.parts import copies, dry_run, exchanges
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.ranks import run_ranks
 from tests.simulated_device import sins
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, tiny_model
-from tests.simulated_device.waiting import is_own, waits_beside_steps, waits_of_all
+from tests.support.ranks import run_ranks
+from tests.support.simulated_device.waiting import is_own, waits_beside_steps, waits_of_all
+from tests.support.training import Job, tiny_model
 
 pytestmark = pytest.mark.ranks
 

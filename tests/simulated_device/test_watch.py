@@ -9,8 +9,8 @@ import pytest
 
 from harness import Trainer, TrainerCallback
 from harness.deepspeed.schedule import Transfers
-from tests.distributed.ranks import words_of_failing_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.support.ranks import words_of_failing_ranks
+from tests.support.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -24,7 +24,7 @@ class LeaveOut(TrainerCallback):
         self.kind, self.rank = kind, rank
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from tests.simulated_device import process_group, works
+        from tests.support.simulated_device import process_group, works
 
         if state.global_step + 1 != STEP:
             return

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 import harness
 from harness import TrainingArguments, UserError
 from harness.training.trainer import Trainer
-from tests.core import AROUND, CORE, PARTS, closure, files_of_tests, lies_in, modules
+from tests.support.core import AROUND, CORE, PARTS, closure, files_of_tests, lies_in, modules
 
 MOST_LINES = 32_200
 LEAST_TESTS = 85  # files that run where the parts are deleted: scripts/test_core

@@ -15,7 +15,7 @@ from harness.parallel.plans.experts import expert_parallel_plan
 from harness.parallel.token_exchange import Neighbours
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
-from tests.threads import run_threads
+from tests.support.threads import run_threads
 from tests.unit.parallel.test_experts import model_of
 
 

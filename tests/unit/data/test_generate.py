@@ -15,7 +15,7 @@ from harness.checkpoint.directories import contents, finish, partial_name
 from harness.cli import main
 from harness.data.generate import brings_template, prompt_ids
 from harness.data.tokenizer import ByteTokenizer
-from tests.models import model_of
+from tests.support.models import model_of
 from tests.unit.checkpoint.saved import progress
 
 

@@ -18,7 +18,7 @@ from harness.extras.fp8.product import E4M3, Fp8Product, emulated, on_device
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
-from tests.models import model_of
+from tests.support.models import model_of
 from tests.unit.hf.test_decoder import build, run
 
 OWN = Fp8Product(multiply=emulated)

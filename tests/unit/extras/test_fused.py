@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.extras.fusing.fused import ROTATION, fuse, rms_norm, rotated
-from tests.models import model_of
+from tests.support.models import model_of
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 from harness.device import kernels
 from harness.extras.fusing.fused import ACTIVATIONS, ROTATION, fuse, reads_globals
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-from tests.models import model_of
+from tests.support.models import model_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 1e-5}

@@ -22,7 +22,7 @@ from harness.hf.layers.wrappers import is_wrapper
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.zero import Zero3Partition
-from tests.models import config, model_of
+from tests.support.models import config, model_of
 from tests.unit.hf.test_decoder import build, run
 
 ALL = {"r": 4, "target_modules": "all-linear"}

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from harness.cli import main
 from harness.errors import UserError
 from harness.extras.merging.merge import merge
-from tests.models import model_of
+from tests.support.models import model_of
 
 ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 EXPERTS = {

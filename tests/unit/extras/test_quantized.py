@@ -19,7 +19,7 @@ from harness.extras.lora import adapted
 from harness.extras.quantized.matrix import quantise, reserved
 from harness.hf.causal import assemble
 from harness.parallel.comm import TensorParallel
-from tests.models import model_of
+from tests.support.models import model_of
 from tests.unit.hf.test_decoder import build, run
 
 IDS = torch.arange(24).reshape(2, 12)

@@ -21,7 +21,7 @@ from harness.extras.given_optimizer.update_scope import Scope
 from harness.extras.given_optimizer.user_optimizer import UserOptimizer, remade, user_optimizer
 from harness.hf.locate import model_directory
 from harness.installed import is_installed
-from tests.distributed.training import rows
+from tests.support.training import rows
 
 
 class Lion(optim.Optimizer):

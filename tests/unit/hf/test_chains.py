@@ -10,7 +10,7 @@ import torch
 from harness.hf.forward.chains import Chains, find_chains
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.skeleton import build_skeleton
-from tests.models import config
+from tests.support.models import config
 
 HEAD = ("model.norm", "lm_head")
 OF_BLOOM = ("transformer.word_embeddings", "transformer.word_embeddings_layernorm")

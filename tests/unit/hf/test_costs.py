@@ -14,7 +14,7 @@ from harness.hf.causal import layer_costs
 from harness.parallel.pipeline.partition import balanced
 from harness.planner.model_config import decoder_of
 from harness.planner.workload import stages_of
-from tests.models import model_of
+from tests.support.models import model_of
 
 TABLE = {"vocab_size": 4000, "num_hidden_layers": 6}
 MANY = {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": []}

@@ -18,7 +18,7 @@ from harness.hf.skeleton import ModelSource, build_skeleton
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import BuiltLayers, build_layers
 from harness.verify.tiny_copy import tiny_config
-from tests.models import config, model_of
+from tests.support.models import config, model_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gpt2", "bloom", "opt", "mpt", "olmoe", "mamba")
 

@@ -13,7 +13,7 @@ from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.layers.facts import leaves_of, leaves_of_sequence
 from harness.hf.skeleton import build_skeleton
 from harness.verify.tiny_copy import tiny_config
-from tests.experts import WIDTH, ByRow, Listed, ReadByParent, Residual, Stacked
+from tests.support.experts import WIDTH, ByRow, Listed, ReadByParent, Residual, Stacked
 
 
 class ReadOutside(nn.Module):

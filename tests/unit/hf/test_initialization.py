@@ -18,7 +18,7 @@ from harness.hf.weights.initialization import _pieces, changes_of
 from harness.hf.weights.layer_weights import Initialiser, fill
 from harness.parallel.tensor.shard import mark, share_of
 from harness.parallel.zero import Zero3Partition
-from tests.models import config
+from tests.support.models import config
 
 SMALL = 1 << 12  # bytes of a piece: less than a row of experts, more than a vector
 ON_CPU = torch.device("cpu")

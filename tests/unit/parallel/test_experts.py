@@ -16,7 +16,7 @@ from harness.parallel.plans.experts import expert_parallel_plan
 from harness.parallel.plans.plan import plan_for
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.token_exchange import Neighbours
-from tests.plan_models import PLANS
+from tests.support.plan_models import PLANS
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 

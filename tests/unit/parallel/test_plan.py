@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness.errors import UserError
 from harness.hf.skeleton import build_skeleton
 from harness.parallel.plans.plan import Plan, PlanRule, patterns, plan_for, read_plan_file, wildcard
-from tests.plan_models import PLANS, SHAPES, plan_config
+from tests.support.plan_models import PLANS, SHAPES, plan_config
 
 
 def on_meta(model_type: str, **sizes: Any) -> Any:

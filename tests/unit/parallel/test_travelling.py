@@ -31,7 +31,7 @@ from harness.parallel.token_exchange import Neighbours
 from harness.verify import comparison
 from harness.verify.comparison import Difference, find_difference
 from harness.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
-from tests.threads import run_threads
+from tests.support.threads import run_threads
 
 RELATIVE = 2e-5  # of a tensor's largest entry; the smallest gradients of all are made of rounding
 ADAPTED = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])

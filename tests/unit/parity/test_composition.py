@@ -11,7 +11,7 @@ import pytest
 from harness.errors import UserError
 from harness.parity.composition import Composition, Execution, Training
 from harness.parity.subject import make_subject
-from tests.random_compositions import Families, draw, features, pairs, shrink
+from tests.support.random_compositions import Families, draw, features, pairs, shrink
 
 FIXED = Path(__file__).parents[2] / "distributed" / "compositions.txt"
 

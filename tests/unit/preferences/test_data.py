@@ -24,7 +24,7 @@ from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
 from harness.train import main
 from harness.training.parts.data import DataRequest
-from tests.preferences import LABELLED, PAIRS
+from tests.support.preferences import LABELLED, PAIRS
 
 END = 256
 

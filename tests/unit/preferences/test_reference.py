@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments, UserError
 from harness.data.tokenizer import ByteTokenizer
-from tests.models import model_of
-from tests.preferences import PAIRS, log_probs
+from tests.support.models import model_of
+from tests.support.preferences import PAIRS, log_probs
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset
 
 from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments, UserError
 from harness.data.tokenizer import ByteTokenizer
-from tests.models import model_of
-from tests.preferences import DEFAULTS, FLAGS, LABELLED, PAIRS, pair_step, trained
+from tests.support.models import model_of
+from tests.support.preferences import DEFAULTS, FLAGS, LABELLED, PAIRS, pair_step, trained
 
 
 @pytest.fixture(autouse=True)

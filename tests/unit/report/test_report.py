@@ -15,7 +15,7 @@ from harness.cli import main
 from harness.report.profile.record import FOLDER
 from harness.report.profile.summary import summary
 from harness.report.run_charts import MOST_POINTS, Point, thinned
-from tests.report_runs import made, write_other, write_run
+from tests.support.report_runs import made, write_other, write_run
 from tests.unit.report.profile.made import MEMORY, profile
 
 

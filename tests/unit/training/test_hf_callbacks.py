@@ -18,7 +18,7 @@ from harness.console import Console
 from harness.data.tokenizer import load_tokenizer
 from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerControl, instance
-from tests.distributed.training import rows
+from tests.support.training import rows
 
 
 class Theirs(transformers.TrainerCallback):

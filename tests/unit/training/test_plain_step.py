@@ -11,7 +11,7 @@ import transformers
 
 import harness
 from harness import Trainer, TrainerCallback, TrainingArguments
-from tests.distributed.training import rows
+from tests.support.training import rows
 
 HARNESS = Path(harness.__file__).parent
 NUMBERS = ("training/engine", "deepspeed", "parallel", "hf", "extras/fusing", "config/model")  # forward to update

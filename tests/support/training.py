@@ -20,7 +20,7 @@ from harness.checkpoint import integrity
 from harness.checkpoint.directories import Manifest, read_manifest
 from harness.parallel.plans.experts import run_where_aligned
 from harness.training.prepare import preparation
-from tests.models import model_of
+from tests.support.models import model_of
 
 BLOCK, BATCH = 32, 8
 STEPS = 3  # the third is the first whose update comes from moments of two steps

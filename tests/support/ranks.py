@@ -31,8 +31,8 @@ import pytest
 
 from harness.resilience.on_host.standby import WITHOUT_DRIVER
 from harness.topology.env import LOOPBACK, free_port
-from tests.distributed.forkserver import ForkServer
-from tests.simulated_device import device as simulated
+from tests.support.forkserver import ForkServer
+from tests.support.simulated_device import device as simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 120  # for the launcher's imports, on top of the ranks' own time

@@ -27,7 +27,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "datasets",  # its cache is where the environment of the server has it, as that of the hub
     "harness.composition",
-    "tests.distributed.training",
+    "tests.support.training",
 )
 OF_A_LAUNCH = {
     "WORLD_SIZE",
@@ -45,7 +45,7 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _lasting(environment)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.forkserver"],
+            [sys.executable, "-m", "tests.support.forkserver"],
             cwd=ROOT,
             env=self.environment,
             stdin=subprocess.PIPE,
@@ -132,6 +132,6 @@ def _be_launcher(launch: Callable[[], int], request: Mapping[str, object]) -> No
 
 
 if __name__ == "__main__":
-    from tests.distributed.ranks import launch_ranks
+    from tests.support.ranks import launch_ranks
 
     serve(launch_ranks)

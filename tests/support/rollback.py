@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
-from tests.distributed.training import second_host
+from tests.support.training import second_host
 
 STEPS, BATCH, WIDTH = 7, 4, 4
 MARK = 120

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 NAME, BACKEND = "sim", "simccl"
 C: Any = None  # the compiled part
 TIME = 1  # where a clock of the compiled part has the nanoseconds
@@ -256,7 +256,7 @@ class _AfterImport:
 
         def exec_module(module: types.ModuleType) -> None:
             run(module)
-            from tests.simulated_device.accelerator import SimulatedAccelerator
+            from tests.support.simulated_device.accelerator import SimulatedAccelerator
 
             if os.environ.get("DS_ACCELERATOR") != "cpu":
                 module.set_accelerator(SimulatedAccelerator())
@@ -278,7 +278,7 @@ def install() -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
     sys.meta_path.insert(0, _AfterImport())
     if torch.distributed.is_available():
-        from tests.simulated_device.process_group import register
+        from tests.support.simulated_device.process_group import register
 
         register(BACKEND, NAME)
 

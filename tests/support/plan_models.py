@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-PLANS = Path(__file__).resolve().parents[1] / "models" / "plans"
+PLANS = Path(__file__).resolve().parents[2] / "models" / "plans"
 LAYERS, VOCABULARY = 2, 131  # a vocabulary that two ranks cannot share alike
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "lru_width"), 32),

@@ -18,7 +18,7 @@ from harness.dry_run.kernel_time import Kernel, Kernels
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import COLLECTIVE_OPERATIONS
 from harness.planner.traffic import collective
-from tests.simulated_device import device, works
+from tests.support.simulated_device import device, works
 
 
 @dataclass(frozen=True)

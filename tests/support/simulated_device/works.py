@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.simulated_device import device
-from tests.simulated_device.device import host_view
+from tests.support.simulated_device import device
+from tests.support.simulated_device.device import host_view
 
 if TYPE_CHECKING:
-    from tests.simulated_device.clock import Clock
-    from tests.simulated_device.process_group import Group
+    from tests.support.simulated_device.clock import Clock
+    from tests.support.simulated_device.process_group import Group
 
 GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 UNDERWAY: dict[int, Work] = {}  # what no stream has waited for, in the order of its beginning

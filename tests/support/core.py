@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CORE = "harness.training.trainer"
 PARTS = (
     "harness.checking",
@@ -33,7 +33,8 @@ PARTS = (
 """The folders that can be deleted."""
 AROUND = ("harness.command_line", "harness.composition", "harness.installed")
 """What lies above the core and stays without parts."""
-FINDS_PARTS = frozenset({"harness", "harness.composition", "harness.installed", "tests.simulated_device.device"})
+DEVICE = "tests.support.simulated_device.device"
+FINDS_PARTS = frozenset({"harness", "harness.composition", "harness.installed", DEVICE})
 """Modules that import a part only if it is installed, or asked for."""
 
 # An editable install finds modules of the checkout that the copy lacks.

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.simulated_device import device, works
-from tests.simulated_device.works import Call, Collective, Desync, Mail, Nothing, Transfer, Work
+from tests.support.simulated_device import device, works
+from tests.support.simulated_device.works import Call, Collective, Desync, Mail, Nothing, Transfer, Work
 
 Opts = Any
 BATCH: list[Transfer] | None = None  # sends and receives that begin together: inside of batch_isend_irecv

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-from tests.simulated_device.device import BACKEND, NAME
+from tests.support.simulated_device.device import BACKEND, NAME
 
 # methods and properties that call the function of the same name of torch.cuda
 SAME = frozenset(

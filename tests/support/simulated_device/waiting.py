@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import Trainer, TrainerCallback
-from tests.distributed.training import Job, arguments_of, rows
-from tests.simulated_device import device
+from tests.support.simulated_device import device
+from tests.support.training import Job, arguments_of, rows
 
 FIRST, STEPS = 3, 2  # the steps that are counted
 

@@ -10,8 +10,8 @@ from harness import Trainer, TrainerCallback
 from harness.deepspeed.instructions import Observer, Operands
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.planner.hardware import Hardware, Link, load_hardware
-from tests.distributed.training import Job, arguments_of, rows
-from tests.simulated_device.clock import Clock, Span, running
+from tests.support.simulated_device.clock import Clock, Span, running
+from tests.support.training import Job, arguments_of, rows
 
 WARM = 2  # steps before those that are timed: the first one makes the optimizer's states, and waits for all weights
 MESSAGES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "receive")

@@ -22,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import modeling_flash_attention_utils as of_transformers
 
 from harness.hf.layers import attention
-from tests.distributed.ranks import here
-from tests.simulated_device.device import NAME
+from tests.support.ranks import here
+from tests.support.simulated_device.device import NAME
 
 CALLED: set[str] = set()
 
