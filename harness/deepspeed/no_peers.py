@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.engine import GRADIENTS
 from harness.deepspeed.initialize import replacing
-from harness.deepspeed.instructions import Observer, Operands
-from harness.deepspeed.schedule import ScheduledEngine
+from harness.deepspeed.schedule import Observer, Operands, ScheduledEngine
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -33,12 +33,14 @@ Fill = Callable[[Sequence[nn.Parameter]], None]
 class OverlappedMeans:
     """Starts and awaits the averaging of an optimizer's gradients, group by group.
 
-    Attributes:
-        is_last_pass: set during the forward and backward pass of a step's last micro-batch.
+    Args:
+        is_last_pass: returns whether the forward or backward pass of a step's last micro-batch is running.
     """
 
-    def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk], fill: Fill) -> None:
-        self.is_last_pass = False
+    def __init__(
+        self, optimizer: FlatOptimizer, chunks: Sequence[Chunk], fill: Fill, is_last_pass: Callable[[], bool]
+    ) -> None:
+        self._is_last_pass = is_last_pass
         self._optimizer = optimizer
         self._fill = fill
         self._layers_of = self._place(chunks)
@@ -101,7 +103,7 @@ class OverlappedMeans:
 
         In the first pass of a recomputed block, only the first layer's input has a graph.
         """
-        if self.is_last_pass and self._missing:
+        if self._missing and self._is_last_pass():
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(lambda _gradient: self._report(layers))

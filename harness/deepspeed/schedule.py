@@ -1,7 +1,8 @@
 """Run the harness's pipeline schedules on DeepSpeed's PipelineEngine.
 
-`ScheduledEngine` replaces the engine's instruction list and adds three features that DeepSpeed lacks: a backward pass
-that defers its weight gradients, sends that do not block (`Transfers`), and several model chunks per stage.
+`ScheduledEngine` replaces the engine's instruction list and its forward pass, and adds three features that DeepSpeed
+lacks: a backward pass that defers its weight gradients, sends that do not block (`Transfers`), and several model chunks
+per stage. An `Observer` looks on: the watchdog, the profiler, the dry run and the benchmarks have one.
 
 DeepSpeed's engine has attributes for only one chunk: buffers, received shapes and the like. They are saved and replaced
 whenever the engine switches to another chunk. The previous and the next chunk replace the neighbouring stages.
@@ -15,17 +16,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import torch
 import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.utils import PartitionedTensor, register_output_backward_hooks
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from harness.deepspeed.instructions import Observer, Operands
 from harness.schedules import ModelChunks
 from harness.topology.env import run_timeout
+
+Operands: TypeAlias = Mapping[str, int]
+"""The arguments of an instruction: a `buffer_id`, a `micro_batch` and a `chunk`; none for those of the whole step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Observer:
+    """What to call before and after each instruction, with its name and its arguments."""
+
+    begin: Callable[[str, Operands], object]
+    end: Callable[[str, Operands], object] | None = None
+
+
+def announcer(announce: Callable[[str], object]) -> Observer:
+    """Return an observer that calls `announce` with text such as `RecvGrad(0)`."""
+
+    def begin(name: str, place: Operands) -> None:
+        announce(f"{name}({place['buffer_id']})" if "buffer_id" in place else name)
+
+    return Observer(begin=begin)
 
 
 @dataclass
@@ -192,6 +217,9 @@ class ScheduledEngine(PipelineEngine):
     """
 
     grad_layer: object
+    total_loss: Tensor | None
+    total_additional_losses: dict[str, Tensor] | None
+    pipe_partition_input_meta_cache: Tensor | None
     _speaks_of_chunks = False  # DeepSpeed's constructor talks to neighbouring stages by their stage numbers
 
     def __init__(self, schedule: Schedule, **of_deepspeed: object) -> None:
@@ -241,37 +269,86 @@ class ScheduledEngine(PipelineEngine):
     def _exec_schedule(self, program: StageProgram) -> None:
         self._reserve_pipe_buffers(program.buffers)
         self.fwd_outputs: list[Tensor] = []
-        for name, micro_batch, chunk in program.instructions:
-            buffer = micro_batch % program.buffers
-            self._execute(name, {"buffer_id": buffer, "micro_batch": micro_batch, "chunk": chunk})
-        for name in program.last:
-            self._execute(name, {})
-
-    def _execute(self, name: str, place: Operands) -> None:
-        for observer in self.observers:
-            observer.begin(name, place)
-        self.micro_batch = place.get("micro_batch")
-        if (chunk := place.get("chunk")) is not None and len(self._own) > 1:
-            self._enter_chunk(chunk)
-        method = getattr(self, METHODS[name])
-        method(place["buffer_id"]) if "buffer_id" in place else method()
-        for observer in self.observers:
-            observer.end(name, place)
+        steps: list[tuple[str, Operands]] = [
+            (name, {"buffer_id": micro_batch % program.buffers, "micro_batch": micro_batch, "chunk": chunk})
+            for name, micro_batch, chunk in program.instructions
+        ]
+        for name, place in [*steps, *((name, {}) for name in program.last)]:
+            for observer in self.observers:
+                observer.begin(name, place)
+            self.micro_batch = place.get("micro_batch")
+            if place and len(self._own) > 1:
+                self._enter_chunk(place["chunk"])
+            method = getattr(self, METHODS[name])
+            method(place["buffer_id"]) if place else method()
+            for observer in self.observers:
+                if observer.end is not None:
+                    observer.end(name, place)
 
     # Passes.
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        ends_here, loss = self.is_last_stage(), self.module.loss_fn
-        # With tiling, the last layer computes the loss of each tile, but DeepSpeed passes labels only to the loss.
-        loss.expect(self.pipe_buffers["labels"][buffer_id] if ends_here else None)
-        super()._exec_forward_pass(buffer_id)
-        loss.expect(None)
+        """Pass a micro-batch through the layers of the chunk; on the last one, compute its loss.
+
+        In place of two methods of DeepSpeed, whose other features the harness does not have.
+        """
+        ends_here, loss_fn = self.is_last_stage(), self.module.loss_fn
+        labels = self.pipe_buffers["labels"][buffer_id] if ends_here else None
+        inputs = self._inputs_of(buffer_id)
+        if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.clear_backward_seen_flag()  # a new micro-batch, and not a recomputed layer of the last one
+        loss_fn.expect(labels)  # with tiling the last layer computes the loss of each tile
+        with autocast_if_enabled(self):  # the config's `torch_autocast`
+            outputs = self.module(inputs)  # DeepSpeed's hooks around it cast inputs to fp16, and time and profile it
+        # Once the gradient of the outputs is there, the optimizer prepares for that of the parameters. DeepSpeed would
+        # also divide it by the number of micro-batches, but the loss is divided already.
+        register_output_backward_hooks(outputs, self._backward_prologue)
+        if not self.module.training:
+            checkpointing.reset()  # recomputation keeps buffers for a backward pass, which does not come
         if ends_here:
-            # DeepSpeed keeps only the last loss, but in schedules other than 1F1B other forward passes may come before
-            # this micro-batch's backward pass.
-            self._losses[buffer_id] = self.loss
-            # DeepSpeed would keep a micro-batch's logits in memory until a later one's replace them.
-            self.pipe_buffers["outputs"][buffer_id] = None
+            loss = loss_fn(outputs, labels)
+            # DeepSpeed keeps only the last loss, but in other schedules than 1F1B other forward passes may come before
+            # this one's backward pass
+            self._losses[buffer_id] = loss
+            self._add_losses(loss.detach())
+            outputs = None  # else the logits stay in memory until those of a later micro-batch replace them
+        elif self.is_pipe_partitioned:
+            outputs = self._part_of(outputs, buffer_id)
+        self.pipe_buffers["outputs"][buffer_id] = outputs
+        loss_fn.expect(None)
+
+    def _add_losses(self, loss: Tensor) -> None:
+        """Add the loss of a micro-batch, and the other losses that the model reports, to those of the step."""
+        self.fwd_outputs.append(loss)
+        self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
+        for name, other in (self.module.get_additional_losses() or {}).items():
+            totals = self.total_additional_losses = self.total_additional_losses or {}
+            totals[name] = other.detach() + totals.get(name, 0.0)
+
+    def _inputs_of(self, buffer_id: int) -> Tensor | tuple[Tensor, ...]:
+        """Return the input of the chunk for a micro-batch, whole if each tensor-parallel rank has received its part.
+
+        A copy: what an earlier stage has sent is a leaf, which a layer could not change in place.
+        """
+        inputs: Tensor | tuple[Tensor, ...] = tree_map(torch.clone, self.pipe_buffers["inputs"][buffer_id])
+        if not self.is_pipe_partitioned or self.is_first_stage():
+            return inputs
+        if self.pipe_partition_input_meta_cache is None:
+            self.pipe_partition_input_meta_cache = inputs[0].to("cpu")
+        meta, group = self.pipe_partition_input_meta_cache, self.grid.get_slice_parallel_group()
+        first = PartitionedTensor.from_meta(meta=meta, local_part=inputs[1], group=group).full().requires_grad_()
+        # the leaf whose gradient is sent back
+        self.pipe_buffers["inputs"][buffer_id] = whole = (first, *inputs[2:]) if len(inputs) > 2 else first
+        return whole
+
+    def _part_of(self, outputs: Tensor | tuple[Tensor, ...], buffer_id: int) -> Tensor | tuple[Tensor, ...]:
+        """Return what this tensor-parallel rank sends of the outputs: its part of the first tensor, and the others."""
+        first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert not any(other.requires_grad for other in others), "the next stage returns one gradient"
+        part = PartitionedTensor(tensor=first, group=self.grid.get_slice_parallel_group())
+        first.data = torch.zeros(1, device=first.device)  # its memory is free, but the graph behind it stays
+        self.pipe_buffers["output_tensors"][buffer_id] = first
+        return part.to_meta(), part.data(), *others
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         if self.is_last_stage():

@@ -8,7 +8,7 @@ ZeRO-2 (and ZeRO-1 with offloaded states or in fp16), and ZeRO-3.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -130,7 +130,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             self.optimizer.gather_over(second_data_groups(parts.groups))
             self.weights = AwaitedWeights(self.optimizer, layers)
             if parts.compression is None:
-                self.means = OverlappedMeans(self.optimizer, layers, self.gradients.fill)
+                self.means = OverlappedMeans(self.optimizer, layers, self.gradients.fill, self._is_last_pass)
         self.overlaps = parts.overlaps
         if isinstance(self.optimizer, DividedOptimizer):
             self.optimizer.prepare(skips_nonfinite=parts.skips_nonfinite, compressed=parts.compression is not None)
@@ -178,21 +178,9 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if self.weights is not None:
             self.optimizer.abandon_weights()
 
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        with self._last_pass():
-            super()._exec_forward_pass(buffer_id)
-
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        with self._last_pass():  # the backward pass may recompute layers
-            super()._exec_backward_pass(buffer_id)
-
-    @contextmanager
-    def _last_pass(self) -> Iterator[None]:
-        if self.means is not None:
-            self.means.is_last_pass = self.module.training and self.micro_batch == self.micro_batches - 1
-        yield
-        if self.means is not None:
-            self.means.is_last_pass = False
+    def _is_last_pass(self) -> bool:
+        """Return whether the last micro-batch of a step passes forwards, or backwards, which may recompute layers."""
+        return bool(self.module.training) and self.micro_batch == self.micro_batches - 1
 
     def _summed_first(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are summed over stages or tensor-parallel ranks."""
@@ -376,6 +364,7 @@ class WholeEngine(ConstructedEngine, DeepSpeedEngine):
     """
 
     skips_on_device = False
+    outcome = None
 
     def __init__(self, *, skips_nonfinite: bool, reduces_once: bool = False, **of_deepspeed: object) -> None:
         super().__init__(**of_deepspeed)

@@ -317,7 +317,7 @@ def _part_of_code(code: CodeType) -> str | None:
     name = code.co_qualname.partition(".<locals>")[0]
     if name in OF_FUNCTIONS:
         return OF_FUNCTIONS[name]
-    if "rotary" in code.co_name or name in ("_Rotation.forward", "_Rotation.backward"):
+    if "rotary" in code.co_name or name in ("Rotation.forward", "Rotation.backward"):
         return ROTARY
     return next((part for path, part in OF_FILES.items() if code.co_filename.endswith(path)), None)
 

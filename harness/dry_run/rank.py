@@ -24,8 +24,8 @@ from harness.config import Resolved
 from harness.config.model.sharding import Range
 from harness.deepspeed import gradient_norm
 from harness.deepspeed.initialize import replacing
-from harness.deepspeed.instructions import Observer, announcer
 from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers
+from harness.deepspeed.schedule import Observer, announcer
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.device.process_group import start
 from harness.dry_run.ledger import Ledger, Message, Traffic

@@ -12,8 +12,8 @@ from functools import cache
 
 from harness.batches.collate import MicroBatch
 from harness.config import Resolved
-from harness.deepspeed.instructions import Observer
 from harness.deepspeed.no_peers import announce_halves, cut_step
+from harness.deepspeed.schedule import Observer
 from harness.dry_run.stage_times import stage_times
 from harness.dry_run.tape import Event, Tape, TapeSegment
 from harness.dry_run.timeline import StepClock, TimelineSpan, between

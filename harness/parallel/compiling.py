@@ -40,11 +40,6 @@ class Eager(Generic[P, R]):
         self.run = torch.compiler.disable(self._function)
 
 
-def eager(function: Callable[P, R]) -> Eager[P, R]:
-    """Decorate a function that must never be compiled."""
-    return Eager(function)
-
-
 def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
     """Compile each module at its first call in training, and again at its first call in evaluation.
 

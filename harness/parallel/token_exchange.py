@@ -28,7 +28,7 @@ from torch import Tensor
 from harness.config.model.sharding import Range
 from harness.parallel.collectives import all_gather, start_all_to_all
 from harness.parallel.comm import ALONE, Context, TensorParallel, apply
-from harness.parallel.compiling import eager
+from harness.parallel.compiling import Eager
 
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps hidden states [tokens, width], expert indices and weights [tokens, k] to outputs [tokens, width]."""
@@ -50,7 +50,7 @@ class Neighbours:
 NO_NEIGHBOURS = Neighbours()
 
 
-@eager
+@Eager
 def run_at_owners(
     experts: RunExperts,
     hidden: Tensor,

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from harness.parallel.comm import Context, apply
-from harness.parallel.compiling import eager
+from harness.parallel.compiling import Eager
 
 Product = tuple[Tensor, Tensor, Tensor]
 """A weight, the input of its layer, and the gradient of the output."""
@@ -117,7 +117,7 @@ def linear(
     return _linear(x, weight, bias, gradients, products)
 
 
-@eager
+@Eager
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, gradients: DeferredGradients | None, products: list[Product] | None
 ) -> Tensor:

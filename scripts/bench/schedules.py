@@ -29,7 +29,7 @@ from transformers import LlamaConfig  # noqa: E402
 
 from harness import Trainer, TrainingArguments  # noqa: E402
 from harness.config.values.batch import bubble  # noqa: E402
-from harness.deepspeed.instructions import announcer  # noqa: E402
+from harness.deepspeed.schedule import Observer  # noqa: E402
 from harness.schedules import SCHEDULES, model_chunks  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
@@ -56,12 +56,12 @@ class PassClock:
     spans: list[tuple[float, float]] = field(default_factory=list)
     _begin: float | None = None
 
-    def begin(self, instruction: str) -> None:
-        units = UNITS.get(instruction.partition("(")[0], 0)
+    def begin(self, instruction: str, _place: object) -> None:
+        units = UNITS.get(instruction, 0)
         self._begin = time.perf_counter() if units else None
         time.sleep(units * self.wait_s)
 
-    def end(self) -> None:
+    def end(self, _instruction: str, _place: object) -> None:
         if self._begin is not None:
             self.spans.append((self._begin, time.perf_counter()))
             self._begin = None
@@ -134,7 +134,7 @@ def train(folder: str, schedule: str, steps: int, pass_s: float) -> dict[str, An
     ids = torch.randint(0, SHAPE["vocab_size"], (64, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     trainer = Trainer(LlamaConfig(**SHAPE), args, [{"input_ids": row} for row in ids])
     clock, chunks = PassClock(), model_chunks(STAGES, schedule)
-    stop = trainer.run.engine.deepspeed.observe(announcer(clock.begin, clock.end))
+    stop = trainer.run.engine.deepspeed.observe(Observer(begin=clock.begin, end=clock.end))
     losses, spans = [], []
     for step in range(steps):
         clock.wait_s = 0.0 if step < WARM_STEPS else pass_s * SHAPE["num_hidden_layers"] / chunks.count

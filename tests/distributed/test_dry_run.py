@@ -17,8 +17,8 @@ import torch.distributed as dist
 from harness import Trainer
 from harness.cli import main
 from harness.deepspeed import collectives
-from harness.deepspeed.instructions import announcer
 from harness.deepspeed.no_peers import announce_halves
+from harness.deepspeed.schedule import announcer
 from harness.dry_run.ledger import Ledger
 from harness.dry_run.memory import Step
 from harness.topology.layout import Layout

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness import Trainer, TrainerCallback, TrainerState
 from harness.deepspeed.flat_optimizer import FlatOptimizer
-from harness.deepspeed.instructions import Observer
+from harness.deepspeed.schedule import Observer
 from harness.deepspeed.update import DividedOptimizer
 from harness.training.callbacks import StepRecord
 from harness.training.engine.engine import PipelineStages

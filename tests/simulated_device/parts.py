@@ -22,7 +22,7 @@ from harness.device.process_group import mixed_devices
 from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure
 from harness.extras.muon.matrices import MatrixPart
 from harness.hf.weights.initialization import Change, Drawn, Scratch
-from harness.hf.weights.tensor_files import open_safetensors
+from harness.hf.weights.tensor_files import open_weights_file
 from harness.parallel import collectives
 from harness.parallel.comm import TensorParallel
 from harness.parallel.dropout import KeyedRng, RngKey
@@ -50,7 +50,7 @@ def copies(folder: str) -> dict[str, bool]:
     found["batches"] = [each.sum().item() for each in sent] == [6.0, 10.0]
     path = Path(folder, "weights.safetensors")
     save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(9.0)}, path)
-    stored = open_safetensors(path)
+    stored = open_weights_file(path)
     device.waits(reset=True)
     for name, lazy, total in (("a", stored["a"], 15), ("b", stored["b"], 36), ("columns", stored["a"][:, 1:], 12)):
         into = torch.empty(tuple(lazy.shape), device=place)

@@ -34,7 +34,7 @@ from harness.checkpoint.tensors.tensor_writer import (
 from harness.config.model.files import SINGLE
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
-from harness.hf.weights.tensor_files import OpenFile, Stored, open_safetensors
+from harness.hf.weights.tensor_files import OpenFile, Stored, open_weights_file
 from harness.parallel.host import brought_to_host
 from harness.topology.agreement import all_gather_object, all_gather_on_host, all_or_none, host_group
 from harness.topology.groups import Groups
@@ -282,7 +282,7 @@ def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: C
 
 
 def _header(path: Path) -> _File:
-    leaves = [leaf for lazy in open_safetensors(path).values() for leaf in lazy.leaves() if isinstance(leaf, Stored)]
+    leaves = [leaf for lazy in open_weights_file(path).values() for leaf in lazy.leaves() if isinstance(leaf, Stored)]
     tensors = [(leaf.name, leaf.start, leaf.shape, leaf.dtype) for leaf in leaves]
     return _File(name=path.name, nbytes=path.stat().st_size, tensors=tensors)
 

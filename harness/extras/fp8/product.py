@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from harness.parallel.comm import Context, apply, group_size
-from harness.parallel.compiling import eager
+from harness.parallel.compiling import Eager
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -106,7 +106,7 @@ def _quantised(matrix: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     return (matrix.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
-@eager
+@Eager
 def _largest_of_group(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the elementwise maxima of `values` [n, 1] over the ranks of a group."""
     together = torch.cat(list(values))

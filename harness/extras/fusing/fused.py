@@ -78,25 +78,12 @@ def reads_globals(function: object, names: Iterable[str]) -> TypeGuard[FunctionT
     return isinstance(function, FunctionType) and not set(names).isdisjoint(function.__code__.co_names)
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return `hidden` [..., n] divided by the root of its mean square, times `weight` [n], all in float32.
+class RMSNorm(torch.autograd.Function):
+    """Divides `hidden` [..., n] by the root of its mean square, and multiplies it by `weight` [n], all in float32.
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.
     """
-    normal: Tensor = _RMSNorm.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
-    return normal
 
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `x` [..., n], n even, rotated by angles whose `cos` and `sin` broadcast to it.
-
-    Dimension i is rotated with dimension i + n / 2 (Su et al. 2021, arXiv 2104.09864). Angles get no gradient.
-    """
-    turned: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return turned
-
-
-class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
@@ -120,7 +107,12 @@ class _RMSNorm(torch.autograd.Function):
         return of_hidden, of_weight, None
 
 
-class _Rotation(torch.autograd.Function):
+class Rotation(torch.autograd.Function):
+    """Rotates `x` [..., n], n even, by angles whose `cos` and `sin` broadcast to it.
+
+    Dimension i is rotated with dimension i + n / 2 (Su et al. 2021, arXiv 2104.09864). Angles get no gradient.
+    """
+
     @staticmethod
     def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -184,7 +176,8 @@ class _Norm(Protocol):
 def _norm(self: _Norm, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != torch.float32 or self.weight.dtype != torch.float32:
         return type(self).forward(self, hidden_states)
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    normal: Tensor = RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
+    return normal
 
 
 def _norm_of_torch(self: _Norm, hidden_states: Tensor) -> Tensor:
@@ -228,7 +221,7 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]], has_kernels: bool) -> Ca
         if q.dtype != torch.float32:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return rotated(q, cos, sin), rotated(k, cos, sin)
+        return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)  # type: ignore[no-untyped-call]
 
     return rotate
 

@@ -250,7 +250,7 @@ def open_tensors(directory: Path) -> StoredTensors:
     Raises UserError for a file that cannot be read.
     """
     names = weight_files(directory)
-    opened = {name: _open(directory / name) for name in names}
+    opened = {name: open_weights_file(directory / name) for name in names}
     return StoredTensors(
         tensors={name: tensor for tensors in opened.values() for name, tensor in tensors.items()},
         files={file: list(tensors) for file, tensors in opened.items()},
@@ -270,12 +270,8 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(files)
 
 
-def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Return name -> tensor of one safetensors file. Raises UserError if it cannot be read."""
-    return _open(path)
-
-
-def _open(path: Path) -> dict[str, LazyTensor]:
+def open_weights_file(path: Path) -> dict[str, LazyTensor]:
+    """Return name -> tensor (any shape) of one file of weights. Raises UserError if it cannot be read."""
     try:
         if _start(path) == POINTER:
             raise ValueError("it is a Git LFS pointer: fetch the file with `git lfs pull`")

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from harness.config.model.sharding import shard_range
 from harness.parallel.collectives import all_gather, start_reduce_scatter
 from harness.parallel.comm import Context, apply, group_rank, group_size
-from harness.parallel.compiling import eager
+from harness.parallel.compiling import Eager
 from harness.parallel.tensor.shared_input import SharedInput, attach, forget, keep_copy
 from harness.parallel.weight_gradients import accumulate
 
@@ -112,7 +112,7 @@ def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tenso
     return _gather(share, group, widths_of(length, group), SharedInput())[0]
 
 
-@eager
+@Eager
 def _gather_once(to: SequenceShare, share: Tensor) -> Tensor:
     if not to.gathered or to.gathered[0] is not share:
         shared = SharedInput()

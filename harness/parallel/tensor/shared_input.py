@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.parallel.collectives import start_all_reduce
 from harness.parallel.comm import Context, apply, copy_to_group, group_size
-from harness.parallel.compiling import eager
+from harness.parallel.compiling import Eager
 from harness.parallel.weight_gradients import Product, accumulate
 
 
@@ -61,7 +61,7 @@ def forget(ctx: Context) -> None:
             shared.tensors.clear()
 
 
-@eager
+@Eager
 def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Product] | None]:
     """Return `copy_to_group(x)` for `x` [..., in], and a list for operands of weight gradients (None without a group).
 

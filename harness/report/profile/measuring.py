@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.engine import gradients_of
-from harness.deepspeed.instructions import Observer, Operands
 from harness.deepspeed.pipeline import GivenStages
-from harness.deepspeed.schedule import ScheduledEngine
+from harness.deepspeed.schedule import Observer, Operands, ScheduledEngine
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.device.memory import EarlierPeaks, host_bytes, peak_bytes, reset_peak
 from harness.device.moments import Moment, moment, seconds_between

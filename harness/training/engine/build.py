@@ -26,9 +26,9 @@ from harness.config.values.secrets import Secrets
 from harness.deepspeed.engine import stepping_optimizer
 from harness.deepspeed.expert_groups import mark_experts, set_expert_groups
 from harness.deepspeed.initialize import initialize
-from harness.deepspeed.instructions import announcer
 from harness.deepspeed.pipeline import Layer, LayerCall
 from harness.deepspeed.process_wide import MpuAdapter, set_secondary_group
+from harness.deepspeed.schedule import announcer
 from harness.deepspeed.update import Compression, StagedEngine, UpdateParts, WholeEngine
 from harness.deepspeed.zero3_parameters import PartitionInPlace
 from harness.device.process_group import give_timeout, open_groups

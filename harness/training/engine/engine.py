@@ -215,7 +215,10 @@ class Engine(ABC):
 
         # 3. The outcome, in one copy to the host: the only place of a step where the host waits for the device.
         found = self.deepspeed.get_global_grad_norm()
-        norm, whole_loss, *of_parts = self._read([0.0 if found is None else found, loss, *parts.values()])
+        early = self.deepspeed.outcome  # copied to the host before the update was queued
+        norm, whole_loss, *of_parts = (
+            numbers([0.0 if found is None else found, loss, *parts.values()]) if early is None else early()
+        )
         finite = isfinite(norm)
         applied = self.deepspeed.was_step_applied()
         # If a fused torch optimizer has skipped the update on the device, DeepSpeed does not know it: correct its
@@ -240,10 +243,6 @@ class Engine(ABC):
             return nullcontext()
         shapes = [first_tensor(batch.inputs).shape for batch in micro_batches]
         return self._attention.ordered(shapes if length is None else [length])
-
-    def _read(self, outcome: Sequence[Tensor | float]) -> list[float]:
-        """Return the last step's norm, loss and parts of the loss as numbers. Waits for the device."""
-        return numbers(outcome)
 
     @abstractmethod
     def settle(self) -> None:
@@ -393,11 +392,6 @@ class PipelineStages(Engine):
         if self.deepspeed.flops_profiler_enabled() and step == self.deepspeed.flops_profiler_profile_step():
             end_flops_profile(self.deepspeed)
         return loss, self.deepspeed.get_additional_losses() or {}
-
-    def _read(self, outcome: Sequence[Tensor | float]) -> list[float]:
-        # The outcome copied to the host before the update was queued: reading it does not wait for the update.
-        early = self.deepspeed.outcome
-        return super()._read(outcome) if early is None else early()
 
     def _begin_exchange(self, batches: list[Batch], length: int | None) -> None:
         """Make the stages exchange the shape of their activations again if the length has changed."""

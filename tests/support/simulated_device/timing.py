@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Trainer, TrainerCallback
-from harness.deepspeed.instructions import Observer, Operands
+from harness.deepspeed.schedule import Observer, Operands
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.planner.hardware import Hardware, Link, load_hardware
 from tests.support.simulated_device.clock import Clock, Span, running

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions
 from harness.deepspeed.flat_tensors import FlatPartition, ParameterSlice
-from harness.hf.weights.tensor_files import open_safetensors
+from harness.hf.weights.tensor_files import open_weights_file
 from harness.parallel.tensor.shard import Shard, share_of
 
 
@@ -70,7 +70,7 @@ def test_what_one_layout_writes_another_reads(tmp_path: Path, ranks: int) -> Non
         for held in (held for rank in range(2) for held in parts(whole, share_of((12, 10), 1, rank, 2), 3)):
             for box, values in held.pieces():
                 opened.write(region, [start for start, _ in box], values)
-    stored = next(open_safetensors(path)["w"].leaves())
+    stored = next(open_weights_file(path)["w"].leaves())
     for shard in (None, *(share_of((12, 10), 0, rank, 3) for rank in range(3))):
         wanted = parts(whole, shard, ranks)
         for held, blank in zip(wanted, parts(torch.zeros(12, 10), shard, ranks), strict=True):

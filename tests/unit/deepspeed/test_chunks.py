@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.deepspeed.instructions import Observer
-from harness.deepspeed.schedule import OF_A_CHUNK, Schedule, ScheduledEngine, StageProgram
+from harness.deepspeed.schedule import OF_A_CHUNK, Observer, Schedule, ScheduledEngine, StageProgram
 from harness.parallel.weight_gradients import DeferredGradients
 from harness.schedules import ModelChunks
 from tests.unit.deepspeed.pipelines import batches, built, config_of, staged

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import PartitionedTensor
 from torch import Tensor
 
-from harness.deepspeed.instructions import Observer
-from harness.deepspeed.schedule import METHODS, UPDATE, Schedule, StageProgram
+from harness.deepspeed.schedule import METHODS, UPDATE, Observer, Schedule, ScheduledEngine, StageProgram
 from harness.deepspeed.update import StagedEngine
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.parallel.weight_gradients import DeferredGradients
@@ -157,3 +159,30 @@ def test_an_evaluation_ends_when_its_sends_have_arrived(name: str, chunks: Model
     names = [name for name, _ in noted]
     assert names.count("ForwardPass") == 2 * chunks.per_stage
     assert names[-1] == "AwaitSends" and names.count("AwaitSends") == 1
+
+
+@pytest.mark.parametrize("others", [(), (torch.arange(4),)], ids=["one tensor", "and integers"])
+def test_between_stages_tensor_parallel_ranks_receive_and_send_their_parts_as_in_deepspeed(
+    others: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, group = scheduled("1f1b", ModelChunks(1), 2), dist.group.WORLD
+    for name in ("is_first_stage", "is_last_stage"):
+        monkeypatch.setattr(engine, name, lambda: False)
+    monkeypatch.setattr(engine.grid, "get_slice_parallel_group", lambda: group)
+    engine.is_pipe_partitioned = engine._running_engine_backward = True
+    engine.module.forward = lambda value: 2 * value if isinstance(value, Tensor) else (2 * value[0], *value[1:])
+    hidden = next(batches(0))[0]
+    part, found = PartitionedTensor(hidden, group), []
+    for forward in (PipelineEngine._exec_forward_pass, ScheduledEngine._exec_forward_pass):
+        engine.pipe_partition_input_meta_cache = None
+        buffers = {"inputs": (part.to_meta(), part.data(), *others), "outputs": None, "output_tensors": None}
+        engine.pipe_buffers = {name: [value] for name, value in buffers.items()}
+        forward(engine, 0)
+        received, sent, kept = (engine.pipe_buffers[name][0] for name in buffers)
+        whole = received if isinstance(received, Tensor) else received[0]
+        assert kept.numel() == 1 and len(sent) == 2 + len(others)
+        kept.data = 2 * hidden  # as the backward pass restores it
+        kept.backward(torch.ones_like(hidden))
+        found.append([*sent, whole.detach(), whole.grad])
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(theirs, ours)

@@ -10,7 +10,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from harness.extras.fusing.fused import ROTATION, fuse, rms_norm, rotated
+from harness.extras.fusing.fused import ROTATION, RMSNorm, Rotation, fuse
 from tests.support.models import model_of
 
 CPU = torch.device("cpu")
@@ -27,17 +27,17 @@ def test_a_norm_is_that_of_llama(shape: tuple[int, ...]) -> None:
     hidden = (5 * torch.randn(shape)).requires_grad_()
     norm = LlamaRMSNorm(shape[-1], eps=1e-5)
     nn.init.normal_(norm.weight)
-    found = gradients(rms_norm(hidden, norm.weight, 1e-5), hidden, norm.weight)
+    found = gradients(RMSNorm.apply(hidden, norm.weight, 1e-5), hidden, norm.weight)
     for ours, theirs in zip(found, gradients(norm(hidden), hidden, norm.weight), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
 def test_a_norm_gives_gradients_to_what_wants_some() -> None:
     hidden, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8)
-    rms_norm(hidden, weight, 1e-6).sum().backward()
+    RMSNorm.apply(hidden, weight, 1e-6).sum().backward()
     assert hidden.grad is not None
     weight.requires_grad_()
-    rms_norm(hidden.detach(), weight, 1e-6).sum().backward()
+    RMSNorm.apply(hidden.detach(), weight, 1e-6).sum().backward()
     assert weight.grad is not None
 
 
@@ -48,7 +48,7 @@ def test_a_rotation_is_that_of_llama() -> None:
     cos, sin = (torch.cat([each, each], -1) for each in (angles.cos(), 1.1 * angles.sin()))
     plain = modeling_llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     for x, expected in zip((q, k), plain, strict=True):
-        output = rotated(x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1))
+        output = Rotation.apply(x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1))
         assert output.stride() == expected.stride()
         for ours, theirs in zip(gradients(output, x), gradients(expected, x), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
@@ -109,11 +109,11 @@ def test_other_models_of_the_process_compute_as_before() -> None:
     home = sys.modules[type(model).__module__]
     before = dict(vars(home))
     fuse(model, CPU)
-    assert {"_RMSNormBackward", "_RotationBackward"} <= steps_of(model, ids)
+    assert {"RMSNormBackward", "RotationBackward"} <= steps_of(model, ids)
     assert vars(home) == before
     for other in (beside, model_of("llama", num_hidden_layers=1)):
-        assert not {"_RMSNormBackward", "_RotationBackward"} & steps_of(other, ids)
-    assert {"_RMSNormBackward", "_RotationBackward"} <= steps_of(copy.deepcopy(model), ids)
+        assert not {"RMSNormBackward", "RotationBackward"} & steps_of(other, ids)
+    assert {"RMSNormBackward", "RotationBackward"} <= steps_of(copy.deepcopy(model), ids)
 
 
 def test_other_dtypes_and_sizes_are_transformers_own() -> None:

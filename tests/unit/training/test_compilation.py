@@ -13,7 +13,7 @@ from harness import UserError
 from harness.checking import check
 from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
-from harness.parallel.compiling import compile_modules, eager, waits_for_compiler
+from harness.parallel.compiling import Eager, compile_modules, waits_for_compiler
 from harness.training.engine.context import LayerTraits
 from harness.training.prepare.trainable import require_compilable
 
@@ -70,7 +70,7 @@ def test_a_run_says_which_steps_wait_for_the_compiler() -> None:
 def test_an_eager_function_is_called_by_compiled_code() -> None:
     seen: list[Tensor] = []
 
-    @eager
+    @Eager
     def note(x: Tensor) -> Tensor:
         """Note."""
         seen.append(x)
