@@ -17,6 +17,7 @@ from harness.config.values.arguments import BLOCK_SIZE
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
+from harness.planner.carried import carried_bytes
 from harness.planner.estimate import Estimate, predict
 from harness.planner.hardware import GIB, HEADROOM, Hardware, load_hardware, names
 from harness.planner.memory import mask_bytes
@@ -237,10 +238,23 @@ def _reference_seconds(one: Estimate) -> float:
     return one.forward_seconds / one.strategy.global_batch * 1000
 
 
-def _row(args: argparse.Namespace, one: Estimate) -> JsonObject:
-    """Return a prediction as JSON, with the pass before training if there is one."""
+def _carried_lines(carried: int) -> Iterator[str]:
+    """Yield a line on the parts of a vision-language model that are not trained."""
+    if carried:
+        yield (
+            f"\nbesides the text decoder, the model's files hold about {carried / GIB:.3g} GiB, which no rank loads "
+            "and an export copies"
+        )
+
+
+def _row(args: argparse.Namespace, one: Estimate, carried: int) -> JsonObject:
+    """Return a prediction as JSON, with the pass before training and the bytes that are carried along, if any."""
     before = {"reference_seconds_per_1000_samples": _reference_seconds(one)}
-    return {**one.row(), **(before if args.preference in NEED_REFERENCE else {})}
+    return {
+        **one.row(),
+        **(before if args.preference in NEED_REFERENCE else {}),
+        **({"carried_gib": carried / GIB} if carried else {}),
+    }
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
@@ -271,6 +285,7 @@ def estimate(argv: Sequence[str]) -> int:
     require_trainable_family(args.model)
     hardware = _hardware(args)
     _, shape = _decoder(args.model)
+    carried = carried_bytes(args.model, shape)
     values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
     one = predict(
@@ -282,8 +297,8 @@ def estimate(argv: Sequence[str]) -> int:
         sequences=_sequences(args),
     )
     assert isinstance(one, Estimate)  # its hardware is known
-    lines = [*estimate_lines(one), *_reference_lines(args, one)]
-    print(json.dumps([_row(args, one)], indent=2) if args.json else "\n".join(lines))
+    lines = [*estimate_lines(one), *_reference_lines(args, one), *_carried_lines(carried)]
+    print(json.dumps([_row(args, one, carried)], indent=2) if args.json else "\n".join(lines))
     return 0
 
 
@@ -337,12 +352,13 @@ def plan(argv: Sequence[str]) -> int:
     if args.write is not None:
         precision = "bf16" if args.precision == "fp8" else task.workload.precision  # the run gets --fp8
         write_preset(args.write, found.fitting[args.row - 1].strategy, precision, args.model)
+    carried = carried_bytes(args.model, task.workload.shape)
     if args.json:
-        print(json.dumps([_row(args, one) for one in found.fitting], indent=2))
+        print(json.dumps([_row(args, one, carried) for one in found.fitting], indent=2))
         return 0
     devices = more_devices(task, found.fitting[0])
     lines = plan_lines(found, args.top, devices, more_memory(found))
-    print("\n".join([*lines, *_reference_lines(args, found.fitting[0])]))
+    print("\n".join([*lines, *_reference_lines(args, found.fitting[0]), *_carried_lines(carried)]))
     return 0
 
 

@@ -184,3 +184,19 @@ def test_a_whole_model_continues_a_prompt(tmp_path: Path, capsys: pytest.Capture
     ByteTokenizer().save_pretrained(base)
     assert main(["generate", str(base), "--prompt", "ab", "--max_new_tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("ab")
+
+
+def test_the_planner_says_how_much_is_carried_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = saved(tmp_path / "base", "gemma3", torch.bfloat16)
+    exact = sum(value.nbytes for name, value in tensors_in(base).items() if any(tower in name for tower in TOWERS))
+    words = ["estimate", "--deepspeed_config", "zero3", "--model", str(base), "--hardware", "h100", "--block_size", "8"]
+    assert main([*words, "--world_size", "2", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["carried_gib"] * 2**30 == pytest.approx(exact, rel=0.02)
+    assert main([*words, "--world_size", "2"]) == 0
+    assert "besides the text decoder, the model's files hold about" in capsys.readouterr().out
+    (base / "model.safetensors.index.json").unlink(missing_ok=True)
+    for path in base.glob("*.safetensors"):
+        path.write_bytes(b"damaged")
+    assert main([*words, "--world_size", "2", "--json"]) == 0
+    assert "carried_gib" not in capsys.readouterr().out
