@@ -1,4 +1,4 @@
-"""DeepSpeed's Newton-Schulz iterations, without its Muon optimizer around them."""
+"""DeepSpeed's Newton-Schulz iterations, without the optimizer around them."""
 
 from __future__ import annotations
 

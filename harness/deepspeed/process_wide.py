@@ -40,7 +40,7 @@ def avoid_compiling() -> None:
 
 
 def import_muon_without_compiler() -> None:
-    """Import DeepSpeed's Muon, as every ZeRO engine does, but without torch's compiler until Muon is used.
+    """Import DeepSpeed's `original_muon`, as every ZeRO engine does, but without torch's compiler until it is used.
 
     A decorator in that module imports the compiler at once, which takes more than a second of each start.
     """

@@ -338,7 +338,9 @@ def more_memory(found: Found) -> MoreMemory | None:
     """Return the least memory with which a faster layout fits; None if more memory makes nothing faster."""
     best = found.fitting[0]
     faster = [one for one in found.too_large if one.tokens_per_second > best.tokens_per_second]
-    nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
+    least = min((one.peak_bytes for one in faster), default=0.0)
+    near = (one for one in faster if one.peak_bytes <= least * (1 + 1e-6))  # layouts may need as much as each other
+    nearest = max(near, key=lambda one: one.tokens_per_second, default=None)
     if nearest is None or nearest.peak_bytes <= nearest.hardware.planned_bytes:
         return None
     missing = (nearest.peak_bytes / (1 - HEADROOM) - nearest.hardware.limit_bytes) / GIB

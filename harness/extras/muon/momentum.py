@@ -84,7 +84,7 @@ class OrthogonalMomentum(Optimizer):
         parameter.add_(update.view(parameter.shape), alpha=-group["lr"])
 
     def _step_on_others(self, group: ParameterGroup) -> None:
-        """Update all other parameters with torch's Adam step."""
+        """Update all other parameters with torch's AdamW step."""
         parameters = group["params"]
         states = [self._state_of_other(parameter) for parameter in parameters]
         adam(

@@ -54,8 +54,8 @@ def test_code_in_a_directory_is_not_run(tmp_path):
 
 
 def test_a_text_part_without_a_causal_class_is_refused():
-    with pytest.raises(UserError, match=r"transformers has no causal decoder for its text part \(qwen3_vl_text\)"):
-        text_decoder(CONFIG_MAPPING["qwen3_vl"]())
+    with pytest.raises(UserError, match=r"transformers has no causal decoder for its text part \(blip_text_model\)"):
+        text_decoder(CONFIG_MAPPING["blip"]())
 
 
 @pytest.mark.filterwarnings("ignore:only the text decoder")
