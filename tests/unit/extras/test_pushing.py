@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.arguments import TrainingArguments
+from harness.arguments.themes.script import ScriptArguments
 from harness.checkpoint.directories import TrainingProgress, contents, finish, partial_name
 from harness.checkpoint.integrity import damage, newest_whole
 from harness.console import plain_console
@@ -22,6 +23,7 @@ from harness.extras.pushing import pushing
 from harness.extras.pushing.read_back import read_back
 from harness.extras.pushing.store import Store
 from harness.extras.pushing.uploads import Upload, Uploads
+from harness.preflight import check_before_start
 from harness.topology.env import LaunchEnv
 from harness.training.callbacks import TrainerControl, TrainerState
 
@@ -129,7 +131,8 @@ def test_a_slow_place_delays_no_step_and_gets_the_newest(tmp_path: Path) -> None
         uploads.add(upload(checkpoint(tmp_path, step), tmp_path / f"staged-{step}"))
         time.sleep(0.05)
     assert time.monotonic() - begun < 0.5
-    uploads.wait()
+    assert not uploads.wait(0.01)  # the ranks take turns: another one must not wait for all of it
+    assert uploads.wait()
     assert [step for step, _ in store.checkpoints()] == [6, 2]
     left_out, *done = sorted(uploads.outcomes(), key=lambda each: each.problem is None)
     assert (left_out.name, left_out.problem) == ("checkpoint-4", "checkpoint-6 was there before its turn")
@@ -173,11 +176,27 @@ def test_a_named_checkpoint_is_read_back_if_the_run_has_lost_it(tmp_path: Path) 
     assert not ours.exists()
     callback = pushing(args, LaunchEnv(), CONSOLE)
     callback.read_back(tmp_path / "other/checkpoint-2")  # the store is not that run's
+    assert not ours.exists()
     callback.read_back(str(ours))
     assert damage(ours) is None
     assert not (tmp_path / "other/checkpoint-2").exists()
     with pytest.raises(UserError, match=r"checkpoint-6: no whole checkpoint there, nor in file://"):
         callback.read_back(output_dir / "checkpoint-6")
+
+
+def test_a_lost_checkpoint_ends_a_run_before_it_starts_only_without_a_second_place(tmp_path: Path) -> None:
+    lost = tmp_path / "run/checkpoint-2"
+    common = {"output_dir": str(lost.parent), "deepspeed_config": {"train_batch_size": 2}, "max_steps": 4}
+    script = ScriptArguments(model_name_or_path="tiny-llama")
+    pushed = TrainingArguments(
+        **common, resume_from_checkpoint=str(lost), push_checkpoints_to=f"file://{tmp_path}/bucket"
+    )
+    check_before_start(script, pushed, LaunchEnv())
+    assert pushed.rank_0_finds_checkpoint  # the other ranks wait for what it reads back
+    alone = TrainingArguments(**common, resume_from_checkpoint=str(lost))
+    assert not alone.rank_0_finds_checkpoint
+    with pytest.raises(UserError, match=r"checkpoint-2: no whole checkpoint there"):
+        check_before_start(script, alone, LaunchEnv())
 
 
 @pytest.mark.usefixtures("one_rank")
