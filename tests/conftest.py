@@ -51,11 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip on a device what cannot hold there, with the reason that the test gives.
+    """Skip on a device what cannot hold there, with the reason that the test gives; leave out the widest checks of all.
 
+    A run without paths, `./scripts/test`, leaves out what is marked `thorough`.
     Files of `tests/e2e` come between those of `tests/distributed`: they mostly wait for processes that end or are
     given time, and leave the cores to the other worker.
     """
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     folders: dict[Path, dict[Path, None]] = {}
     for item in items:
         folders.setdefault(item.path.parent, {})[item.path] = None

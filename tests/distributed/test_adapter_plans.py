@@ -68,6 +68,7 @@ def run_cases() -> dict[str, str | dict[str, float]]:
     return {family: each if isinstance(each, str) else compare(*each) for family, each in adapted().items()}
 
 
+@pytest.mark.thorough
 def test_adapters_follow_every_plan() -> None:
     results = run_ranks(2, run_cases, timeout_s=400)
     wrong = []

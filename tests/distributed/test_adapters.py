@@ -193,6 +193,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dense | mixed
 
 
+@pytest.mark.thorough
 def test_adapters_train_alike_on_four_ranks(models: dict[str, str], tmp_path: Path) -> None:
     nowhere_whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     zero_bubble = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1, "schedule": "zero-bubble"}}

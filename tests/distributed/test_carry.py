@@ -195,6 +195,7 @@ STATES = {
 INTERLEAVED = {"stages": 2, "schedule": "interleaved"}
 
 
+@pytest.mark.thorough
 def test_models_that_hand_on_more_than_a_hidden_state(tmp_path: Path) -> None:
     two, four = [], []
     for family, layout in STATES.items():

@@ -195,6 +195,7 @@ def test_two_ranks_share_each_sequence(models: dict[str, str], tmp_path: Path) -
     check(cases, 2, tmp_path, refused=Case(models["llama"], "cp2z1", length=1))
 
 
+@pytest.mark.thorough
 def test_so_do_two_ranks_of_each_stage_and_four(models: dict[str, str], tmp_path: Path) -> None:
     cases = [
         Case(models["mistral"], "pp2cp2z1", packed=True),

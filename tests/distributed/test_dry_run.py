@@ -96,7 +96,7 @@ def predicted(job: Job, rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("error:.*autograd kernel")  # a backward through what was sent
-@pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["two", "four"])
+@pytest.mark.parametrize("jobs", [TWO, pytest.param(FOUR, marks=pytest.mark.thorough)], ids=["two", "four"])
 def test_it_counts_what_a_run_counts(jobs: list[Job], tmp_path: Path) -> None:
     ranks = 2 if jobs is TWO else 4
     real, linear = run_ranks(ranks, both, jobs, str(tmp_path)), torch.nn.functional.linear

@@ -14,6 +14,7 @@ STORED = read_matrix()
 FAMILIES = ("olmoe",)  # every cell of it is run; the compositions have gpt2, which is cut by a file
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(STORED.transformers != installed_transformers(), reason="the matrix is another version's")
 def test_rows_are_as_stored(tmp_path):
     families = ("qwen3_5", *FAMILIES)  # rank 0 cannot make a model of the first, and tells the other

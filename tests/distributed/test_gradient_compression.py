@@ -222,6 +222,7 @@ def test_two_ranks_train_with_few_bits_and_resume_to_the_bit(tmp_path: Path) -> 
     assert alone["in parts"][2:] == [True, True] and alone["largest"] <= 1024 * 132 // 128
 
 
+@pytest.mark.thorough
 def test_four_ranks_hold_the_same_weights_and_resume_to_the_bit(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "llama", "llama", tied=True)
     repeated = tiny_model(tmp_path / "phi3", "phi3", tied=False, num_key_value_heads=1)  # parts of a weight have copies

@@ -84,6 +84,7 @@ def config() -> object:
     )
 
 
+@pytest.mark.thorough
 def test_a_rank_that_initialises_holds_its_share_and_one_piece() -> None:
     for peak, kept, whole, _ in run_ranks(4, build, None):
         assert kept < 0.35 * whole

@@ -91,7 +91,7 @@ def both(jobs: list[Job], folder: str) -> list[tuple[Curve, list[list[str]], Cur
     return found
 
 
-@pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize("jobs", [TWO, pytest.param(FOUR, marks=pytest.mark.thorough)], ids=["two ranks", "four ranks"])
 def test_groups_are_averaged_during_the_last_backward_pass(jobs: list[Job], tmp_path: Path) -> None:
     ranks = jobs[0].size("pp") * jobs[0].size("dp") * jobs[0].size("tp")
     for job, (curve, began, at_once) in zip(jobs, run_ranks(ranks, both, jobs, str(tmp_path))[0], strict=True):
@@ -159,6 +159,7 @@ def runs_of_all(jobs: list[Job], folder: str) -> list[tuple[list[list[object]], 
     return found
 
 
+@pytest.mark.thorough
 def test_weights_on_their_way_change_nothing_and_whoever_reads_them_gets_the_new_ones(tmp_path: Path) -> None:
     first, second = run_ranks(2, runs_of_all, [TWO[0], TWO[2]], str(tmp_path))
     for (logged, seen, travelling), (_, of_other, _) in zip(first, second, strict=True):

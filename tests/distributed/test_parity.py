@@ -38,6 +38,7 @@ def shared_keys(path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.thorough
 def test_layers_may_take_the_keys_of_others(tmp_path: Path) -> None:
     model = shared_keys(tmp_path / "m")
     jobs = [Job(model, layout) for layout in ("tp4z0", "tp2dp2z0", "tp2dp2z3")]

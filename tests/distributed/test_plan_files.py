@@ -81,6 +81,7 @@ def run_odd_shapes() -> dict[str, dict[str, float] | str]:
     return found
 
 
+@pytest.mark.thorough
 def test_shares_that_are_not_equal_give_the_model_too() -> None:
     for rank, result in enumerate(run_ranks(3, run_odd_shapes, timeout_s=300)):
         assert {family for family, found in result.items() if isinstance(found, str)} == REFUSED_ODD

@@ -10,6 +10,7 @@ from harness.planner.hardware import load_hardware
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.thorough
 def test_the_planner_plans_for_the_machine_that_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

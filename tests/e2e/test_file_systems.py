@@ -60,6 +60,7 @@ sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 """
 
 
+@pytest.mark.thorough
 def test_runs_save_resume_and_export(mounted: list[Path], tmp_path: Path) -> None:
     text = tmp_path / "fox.txt"
     text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)

@@ -85,6 +85,7 @@ assert len(losses["SGD"]) == 3 and losses["SGD"] == losses["Plain"], losses
 """
 
 
+@pytest.mark.thorough
 def test_an_optimizer_in_a_file_of_its_own_is_checked_planned_and_trained_with(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "harness", tmp_path / "harness", copy_function=os.symlink, symlinks=True)
     for name in ("models", "ds_configs"):

@@ -14,6 +14,7 @@ from tests.support.ranks import ROOT, script_on_ranks
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.thorough
 def test_it_compares_and_measures(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     words = ["--small", "--output", output, "--steps", "4", "--programs", "harness", "harness, Liger", "PyTorch"]
