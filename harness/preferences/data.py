@@ -131,9 +131,9 @@ class PreferenceData:
 
         Raises UserError if the loss needs the log-probabilities of the model before training.
         """
-        if isinstance(data, PreferenceSamples) and (data.reference is not None or not self.of.needs_reference):
+        if isinstance(data, PreferenceSamples) and (data.reference is not None or not self.of.loss.needs_reference):
             return data
-        if self.of.needs_reference:
+        if self.of.loss.needs_reference:
             raise UserError(
                 f"{name}: --preference {self.of.preference} compares with the model before training, so give all data "
                 "that is evaluated to the Trainer as eval_dataset"
@@ -165,7 +165,9 @@ class PreferenceData:
         as_text = own.as_transformers() if isinstance(own, ByteTokenizer) else own
         for index in range(min(count, len(samples))):
             sample = samples[index]
-            kinds = ["chosen", "rejected"] if self.of.paired else ["desirable" if sample["label"] else "undesirable"]
+            kinds = (
+                ["chosen", "rejected"] if self.of.loss.paired else ["desirable" if sample["label"] else "undesirable"]
+            )
             labels = torch.where(sample["answers"], sample["labels"], IGNORED)
             for row, kind in enumerate(kinds):
                 used = int((sample["labels"][row] != IGNORED).sum())
@@ -228,7 +230,7 @@ class PreferenceData:
         parts = {"training": data.train}
         evaluation = data.evaluation if isinstance(data.evaluation, Mapping) else {"": data.evaluation}
         parts |= {f"evaluation {name}".strip(): each for name, each in evaluation.items()}
-        kind = "pair" if self.of.paired else "labelled completion"
+        kind = "pair" if self.of.loss.paired else "labelled completion"
         for name, each in parts.items():
             for number, samples in enumerate(samples_in(each)):
                 share = ""

@@ -44,14 +44,14 @@ def read_items(sources: Sequence[str], of: PreferenceArguments, say: Callable[[s
     def read(extents: Sequence[Extent]) -> Iterator[dict[str, object]]:
         for extent in extents:
             try:
-                yield from items(rows_of(extent), labels=not of.paired)
+                yield from items(rows_of(extent), labels=not of.loss.paired)
             except OSError as error:
                 raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
 
     try:
         prepared = prepared_folder(None)
         content = content_digest(files, prepared)
-        folder = prepared / fingerprint("preferences", _FORMAT, of.paired, *files, content)
+        folder = prepared / fingerprint("preferences", _FORMAT, of.loss.paired, *files, content)
         found = copied(folder, planned(files, folder), read, _features(), say=say)
     except OSError as error:
         raise cache_error(error, None) from error
@@ -63,7 +63,7 @@ def items_of(dataset: MapDataset, name: str, of: PreferenceArguments) -> Dataset
     from datasets import Dataset
 
     rows = ((f"{name}[{index}]", dataset[index]) for index in range(len(dataset)))
-    made = list(items(rows, labels=not of.paired))
+    made = list(items(rows, labels=not of.loss.paired))
     if not made:
         raise UserError(f"{name} is empty: give at least one row")
     table = Dataset.from_list(made, features=_features())
@@ -109,7 +109,7 @@ def tokenised(
     Raises:
         UserError: a completion has no token within `block_size`, or both of a pair are equal there.
     """
-    documents = _documents(found, 0 if of.paired else micro_batch, how)
+    documents = _documents(found, 0 if of.loss.paired else micro_batch, how)
     try:
         sequences = make_samples(documents, tokenizer, block_size, how, vocabulary=vocabulary).conversations
     except UserError:
@@ -123,7 +123,7 @@ def tokenised(
         block_size=block_size,
         pad=padding_id(tokenizer, vocabulary),
     )
-    if of.paired:
+    if of.loss.paired:
         _require_unequal(samples, found, block_size)
     return samples
 

@@ -14,6 +14,7 @@ from harness.data.files.formats import format_of
 from harness.data.files.rows import plain_row
 from harness.data.files.sources import SourceGroup, find_files, source_groups, validation_group
 from harness.errors import UserError, refuse_all
+from harness.preference_losses import PREFERENCE_LOSSES
 from harness.preferences.rows import Answer, is_paired, labelled, pair
 
 KIND = "preferences"
@@ -33,19 +34,20 @@ def obstacles(of: PreferenceArguments, args: TrainingArguments) -> list[str]:
 
 def require_exchange(of: PreferenceArguments, micro_batch: int) -> None:
     """Raise UserError for a micro-batch of one completion, which has no other to exchange with."""
-    if not of.paired and micro_batch < 2:
+    if not of.loss.paired and micro_batch < 2:
         raise UserError(
-            "--preference kto compares each completion with that of another sample of its micro-batch: set "
-            "per_device_train_batch_size to 2 or more"
+            f"--preference {of.preference} compares each completion with that of another sample of its micro-batch: "
+            "set per_device_train_batch_size to 2 or more"
         )
 
 
 def require_whole_data(stream: str, of: PreferenceArguments) -> None:
     """Raise UserError for a stream if the loss needs a pass over all data before training; `stream` names it."""
-    if of.needs_reference:
+    if of.loss.needs_reference:
+        others = " or ".join(loss.name for loss in PREFERENCE_LOSSES.values() if not loss.needs_reference)
         raise UserError(
             f"{stream} does not work with --preference {of.preference}, which computes the log-probabilities of all "
-            "data before training: give the data whole, or use simpo or orpo"
+            f"data before training: give the data whole, or use {others}"
         )
 
 
@@ -76,7 +78,7 @@ def require_first_rows(sources: Sequence[str], of: PreferenceArguments) -> None:
     for file in (file for source in sources for file in find_files(source)):
         try:
             first = islice(rows_of(format_of(file).whole(file)), 1)
-            for _ in items(first, labels=not of.paired):
+            for _ in items(first, labels=not of.loss.paired):
                 pass
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error

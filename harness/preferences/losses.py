@@ -1,33 +1,22 @@
-"""Losses over preferences: DPO, IPO, SimPO, ORPO over pairs, KTO over labelled completions, as TRL computes them.
+"""The losses of `harness/preference_losses` in every layout: their sums over tokens and ranks, and TRL's metrics.
 
-A sequence's log-probability is the sum over its completion's tokens, in float32. With r the log-probability of the
-model less that of the model before training (the reference), c and j for chosen and rejected, and |y| the tokens of a
-completion:
-
-    DPO    -(1 - e) log s(b (rc - rj)) - e log s(-b (rc - rj))           e: label smoothing, s: the sigmoid, b: beta
-    IPO    (rc / |yc| - rj / |yj| - 1 / (2 b))^2
-    SimPO  as DPO, of b (pc / |yc| - pj / |yj|) - gamma                  p: log-probability of the model
-    ORPO   cross entropy of the chosen sequence, prompt included, - b log s(log odds(pc / |yc|) - log odds(pj / |yj|))
-    KTO    wd (1 - s(b (r - kl))) if desirable, else wu (1 - s(b (kl - r)))
-
-kl is the mean of r over completions that belong to other prompts, at least 0, without a gradient; its mean is over the
-micro-batch and the data ranks, so it depends on these. Every other loss is a mean over the global batch: over its
-pairs, and for the cross entropy over its tokens.
+A loss is a mean over the global batch: over its pairs, and its cross entropy over its tokens. KTO's is a mean over
+completions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from harness.arguments.themes.preferences import DPO, IPO, ORPO, SIMPO, PreferenceArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.batches.collate import IGNORED
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.preference_losses import Scores
 from harness.preferences.token_numbers import NUMBERS, token_numbers
 from harness.training.engine.losses import CausalLoss, Labels, Loss, Targets
 
@@ -39,73 +28,8 @@ PER_PAIR = (
     "logps/chosen",
     "logps/rejected",
 )
-OF_ODDS = ("log_odds_ratio", "log_odds_chosen")
 OF_TOKENS = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy", "tokens/chosen", "tokens/rejected")
 OF_LABELLED = ("rewards", "logps", "logits", "tokens", "count")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """Log-probabilities of a micro-batch, float32 [pairs, 2]: of the chosen and the rejected completion.
-
-    Attributes:
-        policy: of the model.
-        reference: of the model before training.
-        tokens: number of tokens in each completion.
-    """
-
-    policy: Tensor
-    reference: Tensor
-    tokens: Tensor
-
-    @property
-    def averages(self) -> Tensor:
-        """The model's log-probabilities for each token on average [pairs, 2]."""
-        return self.policy / self.tokens
-
-    @property
-    def ratios(self) -> Tensor:
-        """Log of the model's probability over that before training [pairs, 2]."""
-        return self.policy - self.reference
-
-
-def pair_losses(of: PreferenceArguments, scores: Scores) -> Tensor:
-    """Return the loss of each pair [pairs]; for ORPO without its cross entropy."""
-    beta = of.preference_beta
-    if of.preference == IPO:
-        return (_margin(scores.ratios / scores.tokens) - 1 / (2 * beta)) ** 2
-    if of.preference == ORPO:
-        return -beta * functional.logsigmoid(log_odds(scores))
-    margins = _margin(scores.ratios) if of.preference == DPO else _margin(scores.averages) - of.simpo_gamma / beta
-    wrong = of.preference_label_smoothing
-    return -functional.logsigmoid(beta * margins) * (1 - wrong) - functional.logsigmoid(-beta * margins) * wrong
-
-
-def log_odds(scores: Scores) -> Tensor:
-    """Return the log of the odds of chosen over those of rejected completions, per token on average [pairs]."""
-    averages = scores.averages
-    return _margin(averages - torch.log1p(-torch.exp(averages)))
-
-
-def rewards(of: PreferenceArguments, scores: Scores) -> Tensor:
-    """Return the implicit rewards [pairs, 2]."""
-    of_tokens = of.preference in (SIMPO, ORPO)
-    return of.preference_beta * (scores.averages if of_tokens else scores.ratios)
-
-
-def labelled_losses(of: PreferenceArguments, ratios: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
-    """Return the loss of each labelled completion [completions], from `ratios` and labels 0 or 1 [completions].
-
-    `kl` is a scalar.
-    """
-    wanted = desirable > 0
-    gains = torch.sigmoid(of.preference_beta * torch.where(wanted, ratios - kl, kl - ratios))
-    return torch.where(wanted, of.desirable_weight, of.undesirable_weight) * (1 - gains)
-
-
-def _margin(values: Tensor) -> Tensor:
-    """Return chosen less rejected [pairs] of values [pairs, 2]."""
-    return values[:, 0] - values[:, 1]
 
 
 class PreferenceLoss(Loss):
@@ -153,15 +77,10 @@ class PreferenceLoss(Loss):
         whole: Tensor = context.join(own.unsqueeze(1), context.size).sum(1).unflatten(0, (-1, 2))
         return whole
 
-    @property
-    def _counts_prompts(self) -> bool:
-        """Whether the loss has a term over whole sequences."""
-        return self.of.preference == ORPO
-
     def _sums(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
         """Return `sums` [2 x samples, 4 or 5] over this rank's tokens, or a tile of them."""
         ids, answers = (tensor.flatten(0, 1) for tensor in targets[4:6])
-        wanted = ids if self._counts_prompts else ids.masked_fill(~answers, IGNORED)
+        wanted = ids if self.of.loss.adds_cross_entropy else ids.masked_fill(~answers, IGNORED)
         wanted, answers = (
             functional.pad(each[:, 1:], (0, 1), value=end) for each, end in ((wanted, IGNORED), (answers, 0))
         )
@@ -173,7 +92,7 @@ class PreferenceLoss(Loss):
         numbers = token_numbers(logits, wanted, self.causal.group, size)
         log_probs = -vocab_parallel_cross_entropy(logits, wanted, self.causal.group, size)
         columns = [(each * answers).sum(1) for each in (log_probs, *numbers)]
-        return torch.stack([*columns, log_probs.sum(1)] if self._counts_prompts else columns, dim=1)
+        return torch.stack([*columns, log_probs.sum(1)] if self.of.loss.adds_cross_entropy else columns, dim=1)
 
     def parts(self, _outputs: Tensor) -> dict[str, Tensor]:
         """Return sums over the samples of the last micro-batch, scalars."""
@@ -181,18 +100,17 @@ class PreferenceLoss(Loss):
 
 
 class PairLoss(PreferenceLoss):
-    """DPO, IPO, SimPO and ORPO: a sample is a chosen and a rejected sequence with one prompt."""
+    """A loss of pairs: a sample is a chosen and a rejected sequence with one prompt."""
 
     @property
     def reports(self) -> tuple[str, ...]:
         """The sums that `metrics` divides."""
-        of_orpo = (*OF_ODDS, "nll", "nll tokens") if self._counts_prompts else ()
-        return (*PER_PAIR, *of_orpo, *OF_TOKENS, "pairs")
+        of_sum = ("nll", "nll tokens", "pair losses") if self.of.loss.adds_cross_entropy else ()
+        return (*PER_PAIR, *self.of.loss.reports, *of_sum, *OF_TOKENS, "pairs")
 
     def count(self, labels: Labels, rows: int) -> int:
-        """Return the number of pairs; for ORPO that of the chosen sequences' tokens, over which its cross entropy is
-        averaged."""
-        return int((labels[0][:rows, 0, 1:] != IGNORED).sum()) if self._counts_prompts else rows
+        """Return the number of pairs, or of the chosen sequences' tokens, over which a cross entropy is averaged."""
+        return int((labels[0][:rows, 0, 1:] != IGNORED).sum()) if self.of.loss.adds_cross_entropy else rows
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the weighted sum of the pairs' losses."""
@@ -200,13 +118,16 @@ class PairLoss(PreferenceLoss):
         sums = self.sums(outputs, targets)
         scores = Scores(policy=sums[..., 0], reference=reference, tokens=answers[..., 1:].sum(-1))
         valid = (torch.arange(len(ids), device=ids.device) < rows).float()
-        total = (pair_losses(self.of, scores) * valid).sum()
+        assert self.of.loss.of_pairs is not None
+        losses = self.of.loss.of_pairs(scores, self.of)
+        total = (losses * valid).sum()
         found = self._of_pairs(scores) | self._of_tokens(sums.detach(), scores.tokens)
-        if not self._counts_prompts:
+        if not self.of.loss.adds_cross_entropy:
             loss = total * weight / self.causal.context.size
         else:
             nll = -(sums[:, 0, -1] * valid).sum()
             found |= {"nll": -sums[:, 0, -1].detach(), "nll tokens": (ids[:, 0, 1:] != IGNORED).sum(-1)}
+            found["pair losses"] = losses.detach()
             loss = nll * weight / self.causal.context.size + total * share / rows.clamp(min=1)
         found["pairs"] = torch.ones_like(valid)
         of_valid = torch.stack([found[name].float() for name in self.reports]) @ valid
@@ -216,15 +137,12 @@ class PairLoss(PreferenceLoss):
     @torch.no_grad()
     def _of_pairs(self, scores: Scores) -> dict[str, Tensor]:
         """Return the metrics of each pair [pairs]."""
-        of_pairs = rewards(self.of, scores)
-        margins = _margin(of_pairs)
-        logps = scores.averages if self.of.preference in (SIMPO, ORPO) else scores.policy
-        columns = (*of_pairs.unbind(1), margins > 0, margins, *logps.unbind(1))
-        found = dict(zip(PER_PAIR, columns, strict=True))
-        if self._counts_prompts:
-            odds = log_odds(scores)
-            found |= dict(zip(OF_ODDS, (functional.logsigmoid(odds), odds), strict=True))
-        return found
+        loss = self.of.loss
+        rewards = loss.rewards(scores, self.of)
+        margins = rewards[:, 0] - rewards[:, 1]
+        logps = scores.averages if loss.per_token else scores.policy
+        columns = (*rewards.unbind(1), margins > 0, margins, *logps.unbind(1))
+        return dict(zip(PER_PAIR, columns, strict=True)) | {name: of(scores) for name, of in loss.reports.items()}
 
     def _of_tokens(self, sums: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Return sums over each pair's tokens [pairs], and the numbers of `tokens` [pairs, 2]."""
@@ -236,21 +154,21 @@ class PairLoss(PreferenceLoss):
         """Return the means over pairs, and over the tokens of completions, by TRL's names."""
         if not parts.get("pairs"):
             return {}
-        found = {name: parts[name] / parts["pairs"] for name in (*PER_PAIR, *OF_ODDS) if name in parts}
+        found = {name: parts[name] / parts["pairs"] for name in (*PER_PAIR, *self.of.loss.reports)}
         *of_tokens, chosen, rejected = (parts[name] for name in OF_TOKENS)
         counts = (chosen, rejected, chosen + rejected, chosen)
         found |= {name: total / n for name, total, n in zip(OF_TOKENS, of_tokens, counts, strict=False)}
-        return found | ({"nll_loss": parts["nll"] / parts["nll tokens"]} if self._counts_prompts else {})
+        return found | ({"nll_loss": parts["nll"] / parts["nll tokens"]} if self.of.loss.adds_cross_entropy else {})
 
     def mean(self, total: float, counted: float, parts: Mapping[str, float]) -> float:
-        """Return the loss of an evaluation: the mean over its pairs, and for ORPO over its tokens."""
-        if not self._counts_prompts:
+        """Return the loss of an evaluation: the mean over its pairs, and of a cross entropy over its tokens."""
+        if not self.of.loss.adds_cross_entropy:
             return super().mean(total, counted, parts)
-        return parts["nll"] / parts["nll tokens"] - self.of.preference_beta * parts["log_odds_ratio"] / parts["pairs"]
+        return parts["nll"] / parts["nll tokens"] + parts["pair losses"] / parts["pairs"]
 
 
 class LabelledLoss(PreferenceLoss):
-    """KTO: a sample is a prompt with its completion, which has a label, and with the completion of another prompt.
+    """A loss of labelled completions: a sample is a prompt with its completion and label, and another's completion.
 
     Args:
         data_group: the data ranks of this stage, over which kl is averaged; None for one rank.
@@ -274,7 +192,8 @@ class LabelledLoss(PreferenceLoss):
         valid = (torch.arange(len(ids), device=ids.device) < rows).float()
         ratios, others = (policy - reference).unbind(1)
         kl = self._kl(others.detach(), valid)
-        losses = labelled_losses(self.of, ratios, labels, kl)
+        assert self.of.loss.of_labelled is not None
+        losses = self.of.loss.of_labelled(ratios, labels, kl, self.of)
         of_completions = (self.of.preference_beta * ratios, *sums[:, 0, :2].unbind(1), answers[:, 0, 1:].sum(-1))
         of_kinds = self._of_kinds(torch.stack([each.detach().float() for each in of_completions]), labels, valid)
         entropy = sums[:, 0, 1 + NUMBERS.index("entropy")].detach() @ valid

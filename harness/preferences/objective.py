@@ -90,7 +90,7 @@ class Preferences:
 
     def loss(self, causal: CausalLoss, data_group: dist.ProcessGroup | None) -> Loss:
         """Return the loss; `causal` is the cross entropy of the same logits, `data_group` the stage's data ranks."""
-        return PairLoss(self.of, causal) if self.of.paired else LabelledLoss(self.of, causal, data_group)
+        return PairLoss(self.of, causal) if self.of.loss.paired else LabelledLoss(self.of, causal, data_group)
 
     def before_training(
         self,
@@ -105,7 +105,7 @@ class Preferences:
         if rates := dropout_rates(source.config):
             listed = ", ".join(f"{name} {rate}" for name, rate in rates.items())
             console.say(f"dropout is off, as in TRL: {listed} of the model's config")
-        if not self.of.needs_reference:
+        if not self.of.loss.needs_reference:
             return data
 
         def compared(samples: MapDataset) -> MapDataset:

@@ -1,4 +1,4 @@
-"""What a stranger adds is one file: a copy of the package with one more optimizer checks, plans and trains with it."""
+"""What a stranger adds is one file: a copy of the package with one more optimizer or loss trains with it."""
 
 from __future__ import annotations
 
@@ -44,6 +44,39 @@ PLAIN = OptimizerType(
     more_states=(),
 )
 '''
+LOSS_FILE = '''
+"""The hinge of SLiC (Zhao et al. 2023, arXiv 2305.10425), with the model before training."""
+
+from harness.preference_losses.preference_loss import PreferenceLossType, margin
+
+
+def losses(scores, settings):
+    return (1 - settings.preference_beta * margin(scores.ratios)).relu()
+
+
+LOSS = PreferenceLossType(name="hinge", paper="arXiv 2305.10425", of_pairs=losses, needs_reference=True)
+'''
+USES_OF_LOSS = """
+import os, sys
+os.environ["HF_DATASETS_CACHE"] = f"{sys.argv[1]}/cache"
+from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments
+from harness.data.tokenizer import ByteTokenizer
+
+pairs = [{"prompt": f"{row} and 1 is ", "chosen": f"{row + 1}", "rejected": f"{row}..."} for row in range(8)]
+steps = {}
+for name in ("dpo", "hinge"):
+    args = TrainingArguments(f"{sys.argv[1]}/{name}", max_steps=2, save_steps=0, logging_steps=1, learning_rate=1e-3)
+    args.deepspeed_config = {"train_batch_size": 4}
+    objective = Preferences(PreferenceArguments(preference=name))
+    trainer = Trainer("tiny-llama", args, pairs, processing_class=ByteTokenizer(), objective=objective)
+    trainer.train()
+    steps[name] = [logs for logs in trainer.state.log_history if "loss" in logs]
+    trainer.close()
+first, dpo = steps["hinge"][0], steps["dpo"][0]
+assert len(steps["hinge"]) == 2 and "rewards/margins" in first
+assert abs(first["loss"] - 1) < 1e-4, first  # the model is the model before training: margins of 0
+assert abs(first["grad_norm"] / dpo["grad_norm"] - 2) < 1e-3, (first, dpo)  # slopes: 1, and 1/2 for DPO
+"""
 USES = """
 import sys
 from harness import Trainer, TrainingArguments
@@ -86,13 +119,20 @@ assert len(losses["SGD"]) == 3 and losses["SGD"] == losses["Plain"], losses
 
 
 @pytest.mark.thorough
-def test_an_optimizer_in_a_file_of_its_own_is_checked_planned_and_trained_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "uses"),
+    [("optimizers/plain.py", OPTIMIZER, USES), ("preference_losses/hinge.py", LOSS_FILE, USES_OF_LOSS)],
+    ids=["optimizer", "loss"],
+)
+def test_what_lies_in_a_file_of_its_own_is_checked_planned_and_trained_with(
+    file: str, content: str, uses: str, tmp_path: Path
+) -> None:
     shutil.copytree(ROOT / "harness", tmp_path / "harness", copy_function=os.symlink, symlinks=True)
     for name in ("models", "ds_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "harness" / "optimizers" / "plain.py").write_text(OPTIMIZER)
+    (tmp_path / "harness" / file).write_text(content)
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", USES, str(tmp_path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", uses, str(tmp_path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr

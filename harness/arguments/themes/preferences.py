@@ -5,20 +5,12 @@ from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
 from harness.errors import UserError
+from harness.preference_losses import PREFERENCE_LOSSES, PreferenceLossType
 
-DPO, IPO, SIMPO, ORPO, KTO = "dpo", "ipo", "simpo", "orpo", "kto"
-PREFERENCES = (DPO, IPO, SIMPO, ORPO, KTO)
-NEED_REFERENCE = frozenset((DPO, IPO, KTO))
-"""Losses that compare the model with the model before training."""
 SEQUENCES = 2
 """Sequences of a sample, which is a pair, or a labelled completion with that of another prompt."""
-_OF_SOME = {
-    "preference_label_smoothing": (DPO, SIMPO),
-    "simpo_gamma": (SIMPO,),
-    "desirable_weight": (KTO,),
-    "undesirable_weight": (KTO,),
-}
-"""Flag -> the losses that it belongs to."""
+_OF_SOME = {name for loss in PREFERENCE_LOSSES.values() for name in loss.flags}
+_PAPERS = ", ".join(f"{loss.name} ({loss.paper})" for loss in PREFERENCE_LOSSES.values())
 
 
 @dataclass(kw_only=True)
@@ -29,9 +21,8 @@ class PreferenceArguments(Flags):
 
     preference: str | None = flag(
         None,
-        "train on preferences: dpo (arXiv 2305.18290), ipo (2310.12036), simpo (2405.14734), orpo (2403.07691), or kto "
-        "(2402.01306) for completions with a label",
-        choices=PREFERENCES,
+        f"train on preferences: {_PAPERS}; kto for completions with a label, the others for pairs",
+        choices=tuple(PREFERENCE_LOSSES),
     )
     preference_beta: float = flag(
         0.1, "scale of the rewards; orpo: weight of the odds ratio (for simpo, its authors use 2 to 10)"
@@ -51,31 +42,32 @@ class PreferenceArguments(Flags):
                 continue
             if kind is None:
                 raise UserError(f"--{name} has no effect without --preference")
-            if kind not in _OF_SOME.get(name, PREFERENCES):
-                raise UserError(f"--{name} has no effect with --preference {kind}: it belongs to {_listed(name)}")
+            if name not in self._acting:
+                raise UserError(f"--{name} has no effect with --preference {kind}: it belongs to {_losses_with(name)}")
         if self.preference_beta <= 0:
             raise UserError(f"--preference_beta {self.preference_beta}: must be above 0")
         if self.preference_label_smoothing >= 0.5:
             raise UserError(f"--preference_label_smoothing {self.preference_label_smoothing}: must be below 0.5")
 
     @property
+    def loss(self) -> PreferenceLossType:
+        """The loss that --preference names."""
+        assert self.preference is not None
+        return PREFERENCE_LOSSES[self.preference]
+
+    @property
     def settings(self) -> str:
         """The flags that act with this loss, with their values; "" without one."""
+        return " ".join(f"--{name} {getattr(self, name)}" for name in self._acting)
+
+    @property
+    def _acting(self) -> list[str]:
+        """The flags that act with this loss."""
         if self.preference is None:
-            return ""
-        acting = (item.name for item in fields(self) if self.preference in _OF_SOME.get(item.name, PREFERENCES))
-        return " ".join(f"--{name} {getattr(self, name)}" for name in acting)
-
-    @property
-    def paired(self) -> bool:
-        """Whether the loss is over pairs; otherwise over completions with a label."""
-        return self.preference != KTO
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss needs the log-probabilities of the model before training."""
-        return self.preference in NEED_REFERENCE
+            return []
+        return [item.name for item in fields(self) if item.name in self.loss.flags or item.name not in _OF_SOME]
 
 
-def _listed(name: str) -> str:
-    return " and ".join(_OF_SOME[name])
+def _losses_with(flag: str) -> str:
+    """Return the losses that a flag belongs to."""
+    return " and ".join(loss.name for loss in PREFERENCE_LOSSES.values() if flag in loss.flags)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from harness.arguments.themes.preferences import NEED_REFERENCE, PREFERENCES, SEQUENCES
+from harness.arguments.themes.preferences import SEQUENCES
 from harness.checking import resolve
 from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_model_config
@@ -39,6 +39,7 @@ from harness.planner.search import (
 from harness.planner.shape import DecoderShape
 from harness.planner.step import strategy_stages
 from harness.planner.workload import ELEMENT_BYTES, HABITS, Strategy
+from harness.preference_losses import PREFERENCE_LOSSES
 from harness.verb_parser import Boolean, VerbParser, name_or_path, path_argument, positive, run_arguments
 from harness.wording import counted
 
@@ -211,7 +212,7 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
     )
     parser.add_argument(
         "--preference",
-        choices=PREFERENCES,
+        choices=tuple(PREFERENCE_LOSSES),
         help="train on preferences: a sample is two sequences of block_size tokens; some losses need a pass before it",
     )
     parser.add_argument("--json", action=Boolean, help="print the rows as JSON")
@@ -223,9 +224,14 @@ def _sequences(args: argparse.Namespace) -> int:
     return 1 if args.preference is None else SEQUENCES
 
 
+def _needs_reference(args: argparse.Namespace) -> bool:
+    """Whether the loss compares the model with the model before training."""
+    return args.preference is not None and PREFERENCE_LOSSES[args.preference].needs_reference
+
+
 def _reference_lines(args: argparse.Namespace, one: Estimate) -> Iterator[str]:
     """Yield a line on the pass over the data that a preference loss needs before training."""
-    if args.preference in NEED_REFERENCE:
+    if _needs_reference(args):
         yield (
             f"\nbefore training: --preference {args.preference} needs a pass without gradients, about "
             f"{_reference_seconds(one):,.3g} s for each 1,000 samples and no more memory than a step; its results are "
@@ -252,7 +258,7 @@ def _row(args: argparse.Namespace, one: Estimate, carried: int) -> JsonObject:
     before = {"reference_seconds_per_1000_samples": _reference_seconds(one)}
     return {
         **one.row(),
-        **(before if args.preference in NEED_REFERENCE else {}),
+        **(before if _needs_reference(args) else {}),
         **({"carried_gib": carried / GIB} if carried else {}),
     }
 
