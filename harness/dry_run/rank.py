@@ -54,9 +54,9 @@ from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
 from harness.training.engine.build import build_engine
-from harness.training.engine.context import DTYPES, EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
 from harness.training.engine.losses import with_objective
+from harness.training.engine.spec import DTYPES, EngineSpec
 from harness.training.parts import Parts
 from harness.training.parts.objective import Objective
 from harness.training.prepare.stages import choose_boundaries
@@ -136,7 +136,8 @@ class SimulatedRank:
     """
 
     plan: DryRun
-    context: EngineContext
+    spec: EngineSpec
+    groups: Groups
     trainable: TrainableModel
     boundaries: Sequence[int]
     engine: Engine
@@ -151,26 +152,23 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
     Raises UserError for what a run would refuse.
     """
     with fake_world(env):
-        device = start(env)
-        groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
-        context = EngineContext(
+        groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage, start(env))
+        spec = EngineSpec(
             args=plan.args,
             # A step is cut to few micro-batches, of which schedules with one chunk a stage have one order. Layers stay
             # uncompiled: torch's compiler would ask for values.
             resolved=replace(plan.resolved, schedule=_schedule(plan.resolved), compile_backend=None),
-            groups=groups,
-            device=device,
             max_steps=plan.max_steps,
             compression=compression,
         )
         parts = Parts(fp8=partial(fp8_layers, kernel=on_device), fusing=fusing, plan_tokens=token_split_support)
-        trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, parts=parts)
+        trainable = trainable_decoder(plan.source, spec, groups, plan.block_size, plan.adaptation, parts=parts)
         if plan.objective is not None:
             loss = partial(plan.objective.loss, data_group=groups.dp_group)
             trainable = replace(trainable, loss=with_objective(trainable.loss, loss))
         if plan.resolved.compile_backend is not None:
             require_compilable(trainable, plan.resolved.compile_backend, plan.resolved.compile_options)
-        boundaries = choose_boundaries(trainable, context, None)
+        boundaries = choose_boundaries(trainable, spec, None)
         with (
             # These two make loops over blocks one pass over everything: blocks are there to fit into a CPU's cache, and
             # without memory they only cost time.
@@ -182,15 +180,16 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             fake_tensors(),
             Ledger(plan.layout, env.rank) as ledger,
         ):
-            engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
+            engine = build_engine(spec, groups, trainable.layers, boundaries, trainable.loss, trainable.traits)
             yield SimulatedRank(
                 plan=plan,
-                context=context,
+                spec=spec,
+                groups=groups,
                 trainable=trainable,
                 boundaries=boundaries,
                 engine=engine,
                 ledger=ledger,
-                counted_apart=_experts_by_token(engine.deepspeed.module, context.dtype),
+                counted_apart=_experts_by_token(engine.deepspeed.module, spec.dtype),
             )
 
 
@@ -201,7 +200,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv, hardware: Hardware | None = None)
         hardware: the device of which the report shall have a timeline.
     """
     with simulated_rank(plan, env) as rank:
-        groups, boundaries, trainable = rank.context.groups, rank.boundaries, rank.trainable
+        groups, boundaries, trainable = rank.groups, rank.boundaries, rank.trainable
         memory: Memory | None = None
         messages: dict[Message, Traffic] = {}
         timeline: list[TimelineSpan] | None = None
@@ -293,10 +292,10 @@ def expect_peers(rank: SimulatedRank) -> None:
     engine.compared = True  # skip the comparison of the batches with those of other ranks: there are none
     if isinstance(engine, PipelineStages):
         cut_step(engine.deepspeed, 1)
-        own = plan.resolved.chunks.of_stage(rank.context.groups.coordinate.stage)
+        own = plan.resolved.chunks.of_stage(rank.groups.coordinate.stage)
         ids, _ = plan.example
         earlier = {
-            chunk: _before(rank.trainable, rank.boundaries, rank.context.dtype, chunk, ids) for chunk in own if chunk
+            chunk: _before(rank.trainable, rank.boundaries, rank.spec.dtype, chunk, ids) for chunk in own if chunk
         }
         expect_from_peers(engine.deepspeed, earlier)
 

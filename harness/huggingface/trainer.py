@@ -129,7 +129,7 @@ class HuggingFaceTrainer(Trainer):
         return self._in_order(tokens_of_new(self.run, test_dataset, "test_dataset"))
 
     def _in_order(self, data: MapDataset) -> Batches:
-        run, groups = self.run, self.run.context.groups
+        run, groups = self.run, self.run.groups
         size = batch_size(run)
         rows = [list(range(start, min(start + size, len(data)))) for start in range(0, len(data), size)]
         mine = rows[groups.coordinate.batch_rank :: groups.layout.batch_ranks]

@@ -79,7 +79,7 @@ def _computed(
 ) -> npt.NDArray[np.float32]:
     """Return the log-probabilities [samples, 2] that the engine gives now, without adapters."""
     kept = KeptOutputs(engine, everywhere=True, labels=False)
-    micro_batch = engine.context.args.per_device_eval_batch_size or engine.context.resolved.micro_batch
+    micro_batch = engine.spec.args.per_device_eval_batch_size or engine.spec.resolved.micro_batch
     module: nn.Module = engine.deepspeed.module
     with inside("evaluating"), kept, without_adapters(module) if adapters is not None else _unchanged():
         mean_loss(engine, samples, micro_batch, collator, kept)
@@ -110,7 +110,7 @@ def _folder(samples: PreferenceSamples, engine: Engine, source: ModelSource) -> 
     """Return the folder of the values; None for a model in memory, which has no files to be recognised by."""
     if source.weights is not None and not isinstance(source.weights, Path):
         return None
-    args = engine.context.args
+    args = engine.spec.args
     return prepared_folder(None) / fingerprint(
         "reference",
         _FORMAT,

@@ -1,4 +1,4 @@
-"""The process groups of one rank, built once from a `Layout` and passed on as an argument.
+"""The device and the process groups of one rank, built once from a `Layout` and passed on as an argument.
 
 A group of one rank is None: nothing is created for it, and code that gets None does not communicate. So a layout of one
 rank needs no torch.distributed. Otherwise torch.distributed must be initialised, with as many ranks as the layout.
@@ -7,6 +7,7 @@ rank needs no torch.distributed. Otherwise torch.distributed must be initialised
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -15,10 +16,12 @@ from harness.topology.env import run_timeout
 from harness.topology.layout import AXES, Axis, Coordinate, Layout
 from harness.wording import counted
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """One rank's coordinate and process groups; a group in which it would be alone is None."""
+    """One rank's device, coordinate and process groups; a group in which it would be alone is None."""
 
     layout: Layout
     rank: int
@@ -31,6 +34,7 @@ class Groups:
     ep_group: ProcessGroup | None = None  # neighbours on the data axis over which whole experts are distributed
     ep_copies: ProcessGroup | None = None  # with `ep_group`: the ranks with the same experts
     loss_stage: int  # the stage that has the last layers; with a schedule shaped like a V this is stage 0
+    device: torch.device = CPU
 
     def along(self, axis: Axis) -> ProcessGroup | None:
         """Return this rank's group along `axis`."""
@@ -53,11 +57,12 @@ class Groups:
         return self.coordinate.stage == self.loss_stage
 
 
-def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
+def build_groups(layout: Layout, loss_stage: int | None = None, device: torch.device = CPU) -> Groups:
     """Create the process groups of `layout`; every rank of the world calls this, at the same point.
 
     Args:
         loss_stage: the stage that computes the loss, by default the last.
+        device: the device of this rank's tensors.
 
     Raises:
         UserError: the number of running ranks differs from the layout's.
@@ -90,6 +95,7 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
         ep_group=ep_group,
         ep_copies=ep_copies,
         loss_stage=layout.pp_size - 1 if loss_stage is None else loss_stage,
+        device=device,
     )
 
 

@@ -134,7 +134,7 @@ def computed_metrics(
 def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     """Check and tokenise a new data set. Raises UserError if it cannot be used."""
     spec = run.spec
-    request = spec.inputs.data_request(spec.config, spec.source)
+    request = spec.inputs.data_request(spec.args, spec.config, spec.source)
     require_dataset(name, dataset)
     data = read_all(as_dataset(dataset), name)
     if spec.parts.data is None:
@@ -150,7 +150,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     found = {}
     if kept is not None and run.spec.inputs.compute_metrics is not None:
         found = computed_metrics(run.spec.inputs.compute_metrics, *kept.joined(), prefix)
-    count, seconds, layout = dataset_length(dataset), time.perf_counter() - start_time, run.context.groups.layout
+    count, seconds, layout = dataset_length(dataset), time.perf_counter() - start_time, run.groups.layout
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     of_run = run.engine.loss.loss
     loss = _mean(run.engine, totals)

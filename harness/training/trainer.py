@@ -147,7 +147,6 @@ class Trainer:
         env = LaunchEnv.from_environ(os.environ)
         inputs = RunInputs(
             model=model,
-            args=args,
             console=console or plain_console(env.rank),
             env=env,
             parts=self.parts if objective is None else replace(self.parts, data=objective.data),
@@ -173,8 +172,8 @@ class Trainer:
             own_callbacks, profiler = instances(callbacks or ()), None
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
-            self._pushing = self._second_place(inputs) if args.push_checkpoints_to else None
-            self.run = run = prepare_run(plan_run(inputs, given, config))
+            self._pushing = self._second_place(args, inputs) if args.push_checkpoints_to else None
+            self.run = run = prepare_run(plan_run(args, inputs, given, config))
             self.control = TrainerControl()
             # Attached once, so that a step calls only what this run uses.
             self._reduce_max: Callable[[Sequence[int]], list[int]] = all_reduce_max if env.world_size > 1 else list
@@ -194,11 +193,11 @@ class Trainer:
             self.checkpoints.resumed(run.spec.checkpoint)
             self._call("on_init_end")
 
-    def _second_place(self, inputs: RunInputs) -> PushingCallback:
+    def _second_place(self, args: TrainingArguments, inputs: RunInputs) -> PushingCallback:
         push = needed(self.parts.pushing, "--push_checkpoints_to", "harness.extras")
-        callback = push(inputs.args, inputs.env, inputs.console)
-        if inputs.args.resume_from_checkpoint is not None:
-            callback.read_back(inputs.args.resume_from_checkpoint)
+        callback = push(args, inputs.env, inputs.console)
+        if args.resume_from_checkpoint is not None:
+            callback.read_back(args.resume_from_checkpoint)
         return callback
 
     def _all_callbacks(self, own: Sequence[TrainerCallback], profiler: TrainerCallback | None) -> list[TrainerCallback]:
@@ -347,9 +346,9 @@ class Trainer:
         units = 0
         for inputs, _ in micro_batches:
             units += run.trainable.loss.units(inputs)
-        on_device = run.context.device.type != "cpu"
+        on_device = run.groups.device.type != "cpu"
         peaks = [
-            max(run.earlier_peaks.device, peak_bytes(run.context.device)) if on_device else 0,
+            max(run.earlier_peaks.device, peak_bytes(run.groups.device)) if on_device else 0,
             max(run.earlier_peaks.host, peak_resident_bytes()),
         ]
         device_bytes, host_bytes = self._reduce_max(peaks)  # the peak of the rank that needs most
@@ -389,7 +388,7 @@ class Trainer:
         due, last_step = NOTHING_DUE, run.state.max_steps
         epoch_ends = stream.consumed // stream.n > stream.before // stream.n
         # A callback may change the intervals, so the next event holds only while they stay the same.
-        asked = ASKED(run.spec.inputs.args)
+        asked = ASKED(run.spec.args)
         if epoch_ends or record.step >= min(self._next_event, last_step) or asked != self._asked:
             due = run.events_after(record.step, epoch_ends=epoch_ends, max_steps=last_step)
             self._next_event = run.next_event(record.step)
@@ -451,7 +450,7 @@ class Trainer:
             checkpoints.pending is None or not checkpoints.is_ready,
             received and signals.precedence(received),
             control.should_training_stop,
-            control.should_save or (self.run.spec.inputs.args.save_seconds is not None and checkpoints.is_due),
+            control.should_save or (self.run.spec.args.save_seconds is not None and checkpoints.is_due),
             control.should_evaluate,
             control.should_log,
             any(map(reads_between_steps, map(type, self.callbacks))),
@@ -554,7 +553,7 @@ class Trainer:
                 with suppress(signals.Interrupted), inside(moment):
                     if getattr(callback, "reads_weights", True):
                         self.run.engine.settle()
-                    method(self.run.spec.inputs.args, state or self.run.state, self.control, **given, **kwargs)
+                    method(self.run.spec.args, state or self.run.state, self.control, **given, **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:
         """Add a callback. Raises UserError if it is not a TrainerCallback."""

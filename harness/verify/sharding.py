@@ -21,7 +21,9 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.token_exchange import Neighbours
 from harness.topology.agreement import all_gather_object, any_rank
-from harness.training.engine.context import EngineContext
+from harness.topology.groups import Groups
+from harness.topology.layout import Layout
+from harness.training.engine.spec import EngineSpec
 from harness.training.prepare.trainable import choose_token_split
 from harness.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
 from harness.verify.matrix import is_tested
@@ -32,21 +34,21 @@ TINY_TILE = 5
 """Tokens of a tile in the tiny copy, whose sequences are short."""
 
 
-def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -> None:
+def verify_plan(causal: CausalModel, spec: EngineSpec, groups: Groups, console: Console) -> None:
     """Test the sharding of `causal` as the arguments ask. UserError, on every rank, if it does not match the model.
 
     All ranks call it, after the model has been cut without an error.
     """
-    source, requested, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
+    source, requested, tensor = causal.source, spec.args.verify_plan, groups.layout.tp_size
     known = not (causal.unequal or causal.shares_sequence or causal.apart.is_any) and is_tested(
-        source.config, tensor > 1, experts=context.groups.ep_group is not None
+        source.config, tensor > 1, experts=groups.ep_group is not None
     )
     if requested == "off" or (requested == "auto" and not any_rank(not known)):  # hosts may have different matrices
         return
     start_time = time.perf_counter()
     found: tuple[float, str | None, str | None] = (0.0, None, None)  # difference, refusal, why it was not tested
     try:
-        found = _refusal(causal, context)
+        found = _refusal(causal, spec, groups)
     except UserError as error:
         found = (0.0, None, str(error))
     refusal, untried = _worst(found)
@@ -62,40 +64,41 @@ def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -
         )
 
 
-def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | None, str | None]:
-    source, tensor = causal.source, TensorParallel.of(context.groups.tp_group)
+def _refusal(causal: CausalModel, spec: EngineSpec, groups: Groups) -> tuple[float, str | None, str | None]:
+    source, tensor = causal.source, TensorParallel.of(groups.tp_group)
     tiny = shrink(source.config, tensor=tensor.size)
-    if looks_ahead(tiny, context.device):
+    if looks_ahead(tiny, groups.device):
         text = f"model type {source.config.model_type!r}: {NOT_CAUSAL}"
         hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
         return float("inf"), f"{text}: {hint}", None
     unequal: set[str] = set()
-    neighbours = TensorParallel.of(context.groups.ep_group)
-    cut = partial(_cut, context=context, unequal=unequal)
+    neighbours = TensorParallel.of(groups.ep_group)
+    cut = partial(_cut, spec=spec, groups=groups, unequal=unequal)
     # Step by step, so that the refusal names the cause: first the model as a list of layers on each rank alone, then
     # sharded over tensor-parallel ranks with distributed experts, then with the tokens split over context ranks.
-    difference = find_difference(tiny, cut, ALONE, context.device)
+    difference = find_difference(tiny, cut, ALONE, groups.device)
     difference = worst_of(worst_of(difference, tensor), neighbours)
     separate = difference is None and (tensor.size > 1 or neighbours.size > 1)
     if separate:
         together = partial(cut, neighbours=neighbours)
-        difference = find_difference(tiny, together, tensor, context.device, neighbours=neighbours)
+        difference = find_difference(tiny, together, tensor, groups.device, neighbours=neighbours)
     if causal.context is not None:
         difference = worst_of(difference, tensor, causal.context)
         if difference is None:
             shared = partial(cut, shared=True)
-            difference = find_difference(tiny, shared, tensor, context.device, causal.context)
+            difference = find_difference(tiny, shared, tensor, groups.device, causal.context)
     if difference is None:
         equal = sorted(causal.unequal - unequal)
         untried = f"the ranks hold unequal shares of {equal[0]}, but equal ones in the tiny copy" if equal else None
         return 0.0, None, untried
-    return difference.off, _told(source, context, difference, separate=separate), None
+    return difference.off, _told(source, spec, groups.layout, difference, separate=separate), None
 
 
 def _cut(
     source: ModelSource,
     tensor: TensorParallel,
-    context: EngineContext,
+    spec: EngineSpec,
+    groups: Groups,
     unequal: set[str],
     *,
     shared: bool = False,
@@ -111,35 +114,35 @@ def _cut(
     cut = assemble(
         source,
         tensor=tensor,
-        device=context.device,
+        device=groups.device,
         dtype=torch.float32,
-        seed=context.args.seed,
+        seed=spec.args.seed,
         finish=lambda _: None,
-        experts=Neighbours(ranks=neighbours) if context.resolved.ep_size > 1 else None,
-        sequence_parallel=context.resolved.sequence_parallel,
-        apart=choose_token_split(source, context, token_split_support, shared=shared, most=TINY_TILE),
+        experts=Neighbours(ranks=neighbours) if spec.resolved.ep_size > 1 else None,
+        sequence_parallel=spec.resolved.sequence_parallel,
+        apart=choose_token_split(source, spec, groups, token_split_support, shared=shared, most=TINY_TILE),
     )
     unequal |= cut.unequal
     return cut
 
 
-def _told(source: ModelSource, context: EngineContext, difference: Difference, *, separate: bool) -> str:
+def _told(source: ModelSource, spec: EngineSpec, layout: Layout, difference: Difference, *, separate: bool) -> str:
     """Return the text of the refusal; `separate`: whether ranks held different experts when the comparison failed."""
     name = source.config.model_type
     if difference.context:
         return (
-            f"model type {name!r}, with its tokens spread over {context.groups.layout.cp_size} context ranks, does not "
+            f"model type {name!r}, with its tokens spread over {layout.cp_size} context ranks, does not "
             f"match the whole one: {difference} (on a tiny copy): remove context_parallel.size"
         )
     if difference.tensor_parallel:
-        size = context.groups.layout.tp_size
-        if context.resolved.sequence_parallel and difference.off == float("inf"):
+        size = layout.tp_size
+        if spec.resolved.sequence_parallel and difference.off == float("inf"):
             return (
                 f"model type {name!r} cannot have its sequence split over {size} tensor-parallel ranks: its layers "
                 "combine one rank's tokens with those of all ranks (seen on a tiny copy): remove "
                 "tensor_parallel.sequence_parallel"
             )
-        if context.resolved.sequence_parallel:
+        if spec.resolved.sequence_parallel:
             return (
                 f"model type {name!r}, with its sequence split over {size} tensor-parallel ranks, does not match the "
                 f"whole one: {difference} (on a tiny copy): remove tensor_parallel.sequence_parallel"
@@ -150,7 +153,7 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference, *
         )
     if separate:
         return (
-            f"model type {name!r}, with its experts on {context.groups.layout.ep_size} ranks, does not match the whole "
+            f"model type {name!r}, with its experts on {layout.ep_size} ranks, does not match the whole "
             f"one: {difference} (on a tiny copy): correct its expert-parallel plan, or remove expert_parallel"
         )
     return (

@@ -58,7 +58,7 @@ def train(shape: dict[str, int], bits: int, steps: int, folder: Path) -> None:
     model = LlamaConfig(**shape, vocab_size=256, tie_word_embeddings=False, max_position_embeddings=LENGTH)
     trainer = Trainer(model, args, train_dataset=rows(2 * SAMPLES * steps))
     records = [trainer.training_step() for _ in range(steps)]
-    if trainer.run.context.groups.rank == 0:
+    if trainer.run.groups.rank == 0:
         found = {"loss": [one.loss for one in records], "seconds": [one.step_seconds for one in records]}
         (folder / "found.json").write_text(json.dumps(found))
     trainer.close()

@@ -39,7 +39,7 @@ from harness.installed import read_run_config  # noqa: E402
 from harness.parallel.pipeline.staged_module import build_layers  # noqa: E402
 from harness.topology.groups import build_groups  # noqa: E402
 from harness.topology.layout import Layout  # noqa: E402
-from harness.training.engine.build import EngineContext  # noqa: E402
+from harness.training.engine.build import EngineSpec  # noqa: E402
 from harness.training.prepare.stages import choose_boundaries  # noqa: E402
 from harness.training.prepare.trainable import trainable_decoder  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
@@ -173,13 +173,13 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
     args = TrainingArguments(deepspeed_config=config, output_dir=out, max_steps=1, save_steps=0)
     resolved, steps = read_run_config(args, world_size=4).for_data(args, None, SHAPE["hidden_size"])
     groups = build_groups(Layout.from_world(4, pp_size=pipeline, tp_size=tensor))
-    setting = EngineContext(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=steps)
+    spec = EngineSpec(args=args, resolved=resolved, max_steps=steps)
     avoid_compiling()
     gc.collect()  # touches what is shared with the parent since the fork, so that it does not count as growth
     before = bytes_read()
     with Peak() as loading:
-        subject = trainable_decoder(read_source(model), setting, sequence_length=128, parts=installed_parts())
-        bounds, stage = choose_boundaries(subject, setting, None), groups.coordinate.stage
+        subject = trainable_decoder(read_source(model), spec, groups, sequence_length=128, parts=installed_parts())
+        bounds, stage = choose_boundaries(subject, spec, None), groups.coordinate.stage
         built = build_layers(subject.layers, bounds[stage], bounds[stage + 1], seed=0)
         dist.barrier()
     read = bytes_read() - before

@@ -55,7 +55,7 @@ def round_of(trainer: Trainer, watched: bool) -> float:
     """Seconds of some steps that all ranks begin together, a step."""
     ACTIVITY.stop_watching()
     if watched:
-        watch_run(trainer.args, trainer.run.context.groups, trainer.run.console)
+        watch_run(trainer.args, trainer.run.groups, trainer.run.console)
     dist.barrier()
     start = time.perf_counter()
     for _ in range(STEPS):

@@ -81,9 +81,7 @@ def _train(job: LoraJob, output_dir: str) -> Outcome:
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if p.requires_grad)
     state = _state_elements(trainer.engine.deepspeed.basic_optimizer)
     final = trainer.evaluate(rows())["eval_loss"]
-    outcome = Outcome(
-        curve, final, output_dir, trained, state, _ranks_agree(module, trainer.run.context.groups.tp_group)
-    )
+    outcome = Outcome(curve, final, output_dir, trained, state, _ranks_agree(module, trainer.run.groups.tp_group))
     trainer.close()
     return outcome
 

@@ -59,7 +59,7 @@ def counted(job: Job, output_dir: str) -> dict[str, Any]:
         trainer = Trainer(job.model, arguments_of(job, output_dir), rows())
         engine, stream = trainer.engine, trainer.stream
         count = Step(ledger, engine.deepspeed)
-        if trainer.run.context.is_pipeline:
+        if trainer.run.spec.is_pipeline:
             engine.deepspeed.observe(announcer(count.begin))
         else:
             announce_halves(engine.deepspeed, count.begin)

@@ -57,7 +57,7 @@ class Fault(TrainerCallback):
         self.kind, self.rank = kind, rank
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step + 1 == STEP and kwargs["trainer"].run.context.groups.rank == self.rank:
+        if state.global_step + 1 == STEP and kwargs["trainer"].run.groups.rank == self.rank:
             Layer.fault = staticmethod(FAULTS[self.kind])
 
 

@@ -144,7 +144,7 @@ def train(job: Job, output_dir: str) -> dict[str, Any]:
             record = trainer.training_step()
         curve.append((record.loss, record.grad_norm or 0.0))
     sent = sum(TIMES.get(message.operation, 0) * traffic.size for message, traffic in ledger.messages({}).items())
-    place, weights = trainer.run.context.groups.coordinate, copies(trainer.engine.deepspeed.module)
+    place, weights = trainer.run.groups.coordinate, copies(trainer.engine.deepspeed.module)
     trainer.close()
     return {"curve": curve, "weights": weights, "place": (place.stage, place.tp_rank), "sent": sent}
 

@@ -29,7 +29,7 @@ def train(job: Job, folder: str, profile: int) -> list[str]:
     trainer = Trainer(job.model, arguments, rows())
     trainer.train()
     kept = [len(each._profiles) for each in trainer.callbacks if isinstance(each, ProfileCallback)]
-    assert kept == [profile if trainer.run.context.groups.rank == 0 else 0] * bool(profile) or profile > STEPS
+    assert kept == [profile if trainer.run.groups.rank == 0 else 0] * bool(profile) or profile > STEPS
     trainer.close()
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return [json.dumps([json.loads(line)[name] for name in ("step", "loss", "grad_norm")]) for line in lines]

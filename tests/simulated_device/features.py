@@ -80,7 +80,7 @@ class Signal(TrainerCallback):
         self.step = step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step + 1 == self.step and kwargs["trainer"].run.context.groups.rank == 0:
+        if state.global_step + 1 == self.step and kwargs["trainer"].run.groups.rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 

@@ -29,7 +29,7 @@ class LeaveOut(TrainerCallback):
         if state.global_step + 1 != STEP:
             return
         works.PATIENCE_S = 1.0
-        if kwargs["trainer"].run.context.groups.rank != self.rank:
+        if kwargs["trainer"].run.groups.rank != self.rank:
             return
         if self.kind != "send":
             process_group.LEAVE_OUT.append(self.kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from harness.config import Resolved
@@ -16,13 +15,13 @@ from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
 
 
-def settled(resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
+def settled(resolved: Resolved, groups: Groups, console: Console) -> Resolved:
     """Return the config with the bits of gradient compression, measured if "auto", and report it; all ranks call it."""
     bits = resolved.gradient_bits
     if groups.layout.dp_size == 1:
         return replace(resolved, gradient_bits=0)
     if bits is None:
-        found = measure(groups.dp_group, device)
+        found = measure(groups.dp_group, groups.device)
         console.say(str(found))
         return replace(resolved, gradient_bits=found.bits)
     if bits:
@@ -30,7 +29,7 @@ def settled(resolved: Resolved, groups: Groups, device: torch.device, console: C
     return resolved
 
 
-def reduction(module: StagedModule, groups: Groups, bits: int, device: torch.device) -> CompressedReduction | None:
+def reduction(module: StagedModule, groups: Groups, bits: int) -> CompressedReduction | None:
     """Return what averages the gradients of a stage in `bits` bits; None for a single data rank."""
     if groups.dp_group is None:
         return None
@@ -39,7 +38,7 @@ def reduction(module: StagedModule, groups: Groups, bits: int, device: torch.dev
     return CompressedReduction(
         bits=bits,
         group=groups.dp_group,
-        device=device,
+        device=groups.device,
         sizes=[p.numel() for p in parameters],
         kinds=[_kind(p, is_tied=id(p) in tied) for p in parameters],
     )

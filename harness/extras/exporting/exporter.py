@@ -82,7 +82,7 @@ class Exporter:
         Raises UserError for a list of layers, and for a model with adapters.
         """
         run = self.run
-        causal, engine, groups = run.trainable.causal, run.engine, run.context.groups
+        causal, engine, groups = run.trainable.causal, run.engine, run.groups
         if causal is None:
             raise UserError(
                 "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
@@ -135,7 +135,7 @@ def _write_model(run: Run, directory: Path) -> None:
             all_save(partial(base.mkdir, exist_ok=True))
             _write_weights(run, base)
         name, adaptation, at = run.trainable.saved_name, run.spec.adaptation, str(base.resolve())
-        export_adapters(run.module, run.context.groups, directory, rename=lambda key: saved_name(name(key)))
+        export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
         _on_first_rank(run, lambda: adaptation.write_config(at, directory))
     tokenizer = run.spec.data.tokenizer
     _on_first_rank(run, lambda: save_tokenizer(tokenizer, directory) if tokenizer is not None else None)
@@ -145,7 +145,7 @@ def _write_weights(run: Run, directory: Path) -> None:
     """Write the model's weights without adapters, and its config."""
     causal, name = run.trainable.causal, run.trainable.saved_name
     form = causal.form if causal else None
-    export_weights(run.module, run.context.groups, directory, rename=lambda key: plain_name(name(key)), form=form)
+    export_weights(run.module, run.groups, directory, rename=lambda key: plain_name(name(key)), form=form)
     if causal is not None:
         source, dtype = causal.source, next(run.module.parameters()).dtype
         _on_first_rank(run, lambda: export_config(source, dtype, directory))
@@ -153,7 +153,7 @@ def _write_weights(run: Run, directory: Path) -> None:
 
 def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
     """Call `write` on rank 0; all ranks call this, and all raise NotSaved if it fails."""
-    all_save(lambda: write() if run.context.groups.rank == 0 else None)
+    all_save(lambda: write() if run.groups.rank == 0 else None)
 
 
 def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:

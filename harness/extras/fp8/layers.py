@@ -15,14 +15,14 @@ from harness.hf.adapters import plain_name
 from harness.hf.decoder import DecoderLayer
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, SharedColumnLinear
 from harness.parallel.weight_gradients import FORWARDS, replace_product
-from harness.training.engine.context import EngineContext
+from harness.training.engine.spec import EngineSpec
 
 CAPABILITY = (8, 9)
 CUT = (ColumnParallelLinear, RowParallelLinear, SharedColumnLinear)
 
 
 def fp8_layers(
-    context: EngineContext, config: PretrainedConfig, kernel: Multiply | None = None
+    spec: EngineSpec, device: torch.device, config: PretrainedConfig, kernel: Multiply | None = None
 ) -> Callable[[nn.Module], None]:
     """Return what makes the linear layers of a decoder layer compute in fp8, as `--fp8` asks.
 
@@ -32,12 +32,12 @@ def fp8_layers(
     Raises:
         UserError: the device or the run's precision has no fp8 products.
     """
-    how = context.args.fp8
-    if context.resolved.precision != "bf16":
+    how = spec.args.fp8
+    if spec.resolved.precision != "bf16":
         raise UserError(
-            f'--fp8 {how} needs "bf16": {{"enabled": true}}: this run computes in {context.resolved.precision}'
+            f'--fp8 {how} needs "bf16": {{"enabled": true}}: this run computes in {spec.resolved.precision}'
         )
-    multiply = emulated if how == "emulate" else kernel or _kernel(context.device)
+    multiply = emulated if how == "emulate" else kernel or _kernel(device)
     experts, _ = experts_of(config.get_text_config(decoder=True).to_dict())
 
     def finish(layer: nn.Module) -> None:

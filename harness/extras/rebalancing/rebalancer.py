@@ -70,13 +70,13 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     kept = {stem: [_on_host(held) for held in tensors] for stem, tensors in files}
     files.clear()  # otherwise these references would keep the old engine's tensors alive
     run.engine.release()
-    run.engine = build_engine(run.context, trainable.layers, boundaries, trainable.loss, trainable.traits)
+    run.engine = build_engine(run.spec, run.groups, trainable.layers, boundaries, trainable.loss, trainable.traits)
     run.boundaries = boundaries
-    run.stage_lines = stage_lines(trainable, boundaries, run.module, run.context)
+    run.stage_lines = stage_lines(trainable, boundaries, run.module, run.spec.resolved.chunks, run.groups)
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, run.spec.resolved.chunks)
 
     def fill(stem: str, want: Sequence[LocalShard]) -> None:
-        exchange(kept.pop(stem), want, run.context.groups.coordinate.stage, run.context.device)
+        exchange(kept.pop(stem), want, run.groups.coordinate.stage, run.groups.device)
 
     run.engine_state.restore(progress, fill)
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
@@ -129,7 +129,7 @@ class Rebalancer:
         chunks, accumulation = self.run.spec.resolved.chunks, self.run.spec.resolved.accumulation
         computed = {
             chunk: median(of_step.get(chunk, 0.0) for of_step in self._computed) / accumulation
-            for chunk in chunks.of_stage(self.run.context.groups.coordinate.stage)
+            for chunk in chunks.of_stage(self.run.groups.coordinate.stage)
         }
         # The median, so that one slow step does not move layers. A chunk takes as long as its slowest rank.
         of_all = all_gather_object((computed, median(self._steps)))
@@ -172,9 +172,9 @@ class Rebalancer:
     def _measure(self) -> None:
         """Start measuring the current engine."""
         engine, self._is_warm = self.run.engine.deepspeed, False
-        self._clock = clock = StageClock(self.run.context.device)
+        self._clock = clock = StageClock(self.run.groups.device)
         if self._goes_on:
-            stage = self.run.context.groups.coordinate.stage
+            stage = self.run.groups.coordinate.stage
 
             def begin(name: str, place: Operands) -> None:
                 clock.begin(name if engine.module.training else "", place.get("chunk", stage))

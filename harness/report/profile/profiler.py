@@ -172,11 +172,11 @@ class _Measurement:
 
         Waits for the device.
         """
-        coordinate = run.context.groups.coordinate
+        coordinate = run.groups.coordinate
         instructions = self._instructions.spans(ahead)
         start = self._start - ahead
         return RankProfile(
-            rank=run.context.groups.rank,
+            rank=run.groups.rank,
             stage=coordinate.stage,
             dp_rank=coordinate.dp_rank,
             tp_rank=coordinate.tp_rank,

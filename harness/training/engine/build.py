@@ -49,7 +49,7 @@ from harness.parallel.values import Value
 from harness.parallel.zero import Zero3Partition, copy_hooked_inputs
 from harness.resilience.process.activity import beat
 from harness.topology.env import run_timeout
-from harness.training.engine.context import EngineContext, LayerTraits, has_flat_sums
+from harness.topology.groups import Groups
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.losses import GuardedLoss, Loss
 from harness.training.engine.optimizer import (
@@ -63,10 +63,16 @@ from harness.training.engine.optimizer import (
     parameter_groups,
     torchs_options,
 )
+from harness.training.engine.spec import EngineSpec, LayerTraits, has_flat_sums
 
 
 def build_engine(
-    context: EngineContext, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, traits: LayerTraits
+    spec: EngineSpec,
+    groups: Groups,
+    layers: Sequence[Layer],
+    boundaries: Sequence[int],
+    loss: Loss,
+    traits: LayerTraits,
 ) -> Engine:
     """Build this rank's layers and the DeepSpeed engine around them; all ranks call it.
 
@@ -77,27 +83,28 @@ def build_engine(
     Raises:
         UserError: the config does not work with these layers.
     """
-    config = deepspeed_config(context)
-    if traits.local_states and context.groups.tp_group is not None:
+    config = deepspeed_config(spec, groups.device)
+    if traits.local_states and groups.tp_group is not None:
         config = _without_partitioned_activations(config)
-    guarded = GuardedLoss(loss, spoils=context.args.nonfinite != "warn", tiles=traits.tiles)
-    keys = rng_keys(context) if traits.uses_rng else None
+    guarded = GuardedLoss(loss, spoils=spec.args.nonfinite != "warn", tiles=traits.tiles)
+    keys = rng_keys(spec, groups) if traits.uses_rng else None
     groups_before = open_groups()
-    module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
-    _compile(module, context)
-    _configure_checkpointing(context)
-    engine, compression = _initialize(context, config, module, grid, first_names(layers))
+    module, grid = _build_module(spec, groups, layers, boundaries, guarded, keys, traits.example)
+    _compile(module, spec)
+    _configure_checkpointing(spec, groups)
+    engine, compression = _initialize(spec, groups, config, module, grid, first_names(layers))
     give_timeout(open_groups() - groups_before)  # DeepSpeed's own groups have a timeout of 30 minutes
     # All ranks have built their layers from the same seed. From now on data ranks and stages must draw differently.
-    coordinate = context.groups.coordinate
-    torch.manual_seed(context.args.seed + coordinate.dp_rank + 1000 * coordinate.stage)
-    _prepare(engine, module, context, traits)
-    kind = PipelineStages if context.is_pipeline else WholeModel
-    return kind(engine, context, guarded, keys, compression)
+    coordinate = groups.coordinate
+    torch.manual_seed(spec.args.seed + coordinate.dp_rank + 1000 * coordinate.stage)
+    _prepare(engine, module, spec, groups, traits)
+    kind = PipelineStages if spec.is_pipeline else WholeModel
+    return kind(engine, spec, groups, guarded, keys, compression)
 
 
 def _initialize(
-    context: EngineContext,
+    spec: EngineSpec,
+    groups: Groups,
     config: JsonObject,
     module: nn.Module,
     grid: PipelineParallelGrid | None,
@@ -109,18 +116,18 @@ def _initialize(
 
     `names` come from `first_names`: a tied weight must be in the same parameter group on every stage.
     """
-    groups, resolved = context.groups, context.resolved
+    resolved = spec.resolved
     mark_experts(over_data(module))  # before the parameter groups, which keep marked parameters apart
     set_expert_groups(groups.ep_group, groups.ep_copies)
-    optimized, optimizer, schedule = _optimization(context, config, module, names)
+    optimized, optimizer, schedule = _optimization(spec, groups, config, module, names)
     build: Callable[..., DeepSpeedEngine] = partial(
-        WholeEngine, skips_nonfinite=context.args.nonfinite != "warn", reduces_once=resolved.reduces_once
+        WholeEngine, skips_nonfinite=spec.args.nonfinite != "warn", reduces_once=resolved.reduces_once
     )
     compression: Compression | None = None
     if isinstance(module, StagedModule):
-        if context.compression is not None and resolved.gradient_bits:
-            compression = context.compression.reduction(module, groups, resolved.gradient_bits, context.device)
-        build = _staged(context, module, compression)
+        if spec.compression is not None and resolved.gradient_bits:
+            compression = spec.compression.reduction(module, groups, resolved.gradient_bits)
+        build = _staged(spec, groups, module, compression)
     engine = initialize(
         build,
         zero_stage=resolved.zero_stage,
@@ -136,63 +143,63 @@ def _initialize(
 
 
 def _optimization(
-    context: EngineContext, config: JsonObject, module: nn.Module, names: Mapping[str, str]
+    spec: EngineSpec, groups: Groups, config: JsonObject, module: nn.Module, names: Mapping[str, str]
 ) -> tuple[list[ParameterGroup], Optimizer | None, Callable[[Optimizer], object] | None]:
     """Return the parameter groups, their optimizer, and a function that makes its schedule.
 
     The last two are None if DeepSpeed itself makes the ones that `config` names.
     """
-    user, args, resolved = context.user_optimizer, context.args, context.resolved
+    user, args, resolved = spec.user_optimizer, spec.args, spec.resolved
     if user is None:
         stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", args.weight_decay)
-        groups = parameter_groups(module, stated, names)
+        parameters = parameter_groups(module, stated, names)
     else:
-        groups = user.groups(module, names)
-    if has_flat_sums(resolved) and context.groups.dp_group is not None:
+        parameters = user.groups(module, names)
+    if has_flat_sums(resolved) and groups.dp_group is not None:
         # A group is reduced as a whole, so smaller groups let the reduction begin during the backward pass.
-        elements = sum(parameter.numel() for group in groups for parameter in group["params"])
+        elements = sum(parameter.numel() for group in parameters for parameter in group["params"])
         asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
-        groups = in_buckets(groups, bucket_size(asked, elements))
-    schedule = None if "scheduler" in config else learning_rate_schedule(args, context.max_steps)
+        parameters = in_buckets(parameters, bucket_size(asked, elements))
+    schedule = None if "scheduler" in config else learning_rate_schedule(args, spec.max_steps)
     if user is not None:
-        return groups, user.made_for(groups), schedule and user.schedule(schedule)
-    return groups, own_optimizer(config, module, groups, args, context.device, names), schedule
+        return parameters, user.made_for(parameters), schedule and user.schedule(schedule)
+    return parameters, own_optimizer(config, module, parameters, args, groups.device, names), schedule
 
 
 def _staged(
-    context: EngineContext, module: StagedModule, compression: Compression | None
+    spec: EngineSpec, groups: Groups, module: StagedModule, compression: Compression | None
 ) -> Callable[..., DeepSpeedEngine]:
     """Return a function that builds the engine of this rank's stage from the arguments of DeepSpeed's engine."""
-    resolved, parameters = context.resolved, list(module.parameters())
+    resolved, parameters = spec.resolved, list(module.parameters())
     defer_sums(parameters)  # partial gradients are summed once a step, not in each backward pass
     parts = UpdateParts(
-        groups=context.groups,
+        groups=groups,
         sum_partial=partial(sum_once, parameters),
         is_partial=sums_gradient,
-        skips_nonfinite=context.args.nonfinite != "warn",
+        skips_nonfinite=spec.args.nonfinite != "warn",
         overlaps=resolved.config.get("zero_optimization", {}).get("overlap_comm") is not False,
         compression=compression,
         reading=reading,
     )
-    stage = context.groups.coordinate.stage
+    stage = groups.coordinate.stage
     schedule = make_schedule(module, resolved.schedule, resolved.chunks, stage, resolved.accumulation)
     return partial(StagedEngine, parts, schedule)
 
 
-def _prepare(engine: DeepSpeedEngine, module: nn.Module, context: EngineContext, traits: LayerTraits) -> None:
+def _prepare(engine: DeepSpeedEngine, module: nn.Module, spec: EngineSpec, groups: Groups, traits: LayerTraits) -> None:
     """Prepare a new engine and its layers for training; all ranks call it."""
     optimizer = stepping_optimizer(engine)
     if isinstance(optimizer, NeedsEngine):
-        optimizer.attach(engine, context.groups)
+        optimizer.attach(engine, groups)
     if isinstance(engine, StagedEngine):
         engine.observe(announcer(beat))  # the watchdog finds a hanging rank by its current instruction
-        if context.device.type != "cpu":
+        if groups.device.type != "cpu":
             # A tensor-parallel all-reduce can overlap with the computation of weight gradients. Not on a CPU: there the
             # same cores compute and sum, and a step took 1.04 times as long.
             overlap_sums(module)
     if isinstance(module, LayerSequence):
         announce_layers(module.calls)
-        if context.resolved.zero_stage == 3 and traits.uses_rng:
+        if spec.resolved.zero_stage == 3 and traits.uses_rng:
             # ZeRO-3's hooks replace a layer's inputs by views, which autograd forbids dropout to change in place.
             copy_hooked_inputs(module)
 
@@ -226,7 +233,8 @@ def over_data(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _build_module(
-    context: EngineContext,
+    spec: EngineSpec,
+    groups: Groups,
     layers: Sequence[Layer],
     boundaries: Sequence[int],
     loss: GuardedLoss,
@@ -234,13 +242,13 @@ def _build_module(
     example: Value | None,
 ) -> tuple[nn.Module, PipelineParallelGrid | None]:
     """Build this rank's layers and, without a pipeline, the grid that gives DeepSpeed its process groups."""
-    interval, seed, layout = context.resolved.activation_checkpoint_interval, context.args.seed, context.groups.layout
-    if context.is_pipeline:
+    interval, seed, layout = spec.resolved.activation_checkpoint_interval, spec.args.seed, groups.layout
+    if spec.is_pipeline:
         staged = StagedModule(
             layers,
             layout=layout,
             boundaries=boundaries,
-            chunks=context.resolved.chunks,
+            chunks=spec.resolved.chunks,
             loss_fn=loss,
             checkpoint_interval=interval,
             seed=seed,
@@ -249,16 +257,16 @@ def _build_module(
         return staged, None
     grid = PipelineParallelGrid(topology=deepspeed_topology(layout), process_group=dist.group.WORLD)
     whole = LayerSequence(layers, checkpoint_interval=interval, seed=seed, keys=keys)
-    if context.resolved.zero_stage == 3 and example is not None:
+    if spec.resolved.zero_stage == 3 and example is not None:
         mark_leaves(whole, leaves_of_sequence(whole, whole.calls, example))
     return whole, grid
 
 
-def _compile(module: nn.Module, context: EngineContext) -> None:
+def _compile(module: nn.Module, spec: EngineSpec) -> None:
     """Compile this rank's decoder layers with torch.compile if the config asks for it."""
-    backend = context.resolved.compile_backend
+    backend = spec.resolved.compile_backend
     if backend is not None:
-        compile_modules(compiled_parts(module), backend=backend, **context.resolved.compile_options)
+        compile_modules(compiled_parts(module), backend=backend, **spec.resolved.compile_options)
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
@@ -269,16 +277,15 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
     return [part for layer in layers if isinstance(layer, ModelLayer) for part in layer.compiled_parts()]
 
 
-def rng_keys(context: EngineContext) -> RngKeys:
+def rng_keys(spec: EngineSpec, groups: Groups) -> RngKeys:
     """Return the RNG keys of dropout for this rank's micro-batches."""
-    groups = context.groups
     return RngKeys(
-        seed=context.args.seed,
-        micro_batch=context.resolved.micro_batch,
+        seed=spec.args.seed,
+        micro_batch=spec.resolved.micro_batch,
         batch_rank=groups.coordinate.batch_rank,
         batch_ranks=groups.layout.batch_ranks,
         tensor=TensorParallel.of(groups.tp_group),
-        device=context.device,
+        device=groups.device,
     )
 
 
@@ -296,17 +303,16 @@ def _without_partitioned_activations(config: JsonObject) -> JsonObject:
     return {**config, "pipeline": {**config.get("pipeline", {}), **whole}}
 
 
-def _configure_checkpointing(context: EngineContext) -> None:
+def _configure_checkpointing(spec: EngineSpec, groups: Groups) -> None:
     """Pass the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks partition activations."""
-    section = context.resolved.config.get("activation_checkpointing", {})
-    groups = context.groups
+    section = spec.resolved.config.get("activation_checkpointing", {})
     partitioned = section.get("partition_activations", False) and groups.tp_group is not None
     checkpointing.configure(
         MpuAdapter(groups.coordinate.tp_rank, groups.layout.tp_size, groups.tp_group),
         partition_activations=partitioned,
         contiguous_checkpointing=section.get("contiguous_memory_optimization", False) and partitioned,
         num_checkpoints=section.get("number_checkpoints"),
-        checkpoint_in_cpu=section.get("cpu_checkpointing", False) and context.device.type != "cpu",
+        checkpoint_in_cpu=section.get("cpu_checkpointing", False) and groups.device.type != "cpu",
         synchronize=section.get("synchronize_checkpoint_boundary", False),
         profile=section.get("profile", False),
     )
@@ -317,62 +323,65 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
         set_z3_leaf_module(module.get_submodule(name), True)
 
 
-def deepspeed_config(context: EngineContext) -> JsonObject:
+def deepspeed_config(spec: EngineSpec, device: torch.device) -> JsonObject:
     """Return the resolved config as DeepSpeed receives it."""
-    config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints its whole config
+    config = without_idle(Secrets(frozenset()).without(spec.resolved.config))  # DeepSpeed prints its whole config
     if not config.get("steps_per_print"):  # the harness prints metrics; only DeepSpeed's timers need this print
-        every = interval(context.args.logging_steps, context.max_steps)
+        every = interval(spec.args.logging_steps, spec.max_steps)
         config["steps_per_print"] = every if config.get("wall_clock_breakdown") else 2**31
         if not config.get("wall_clock_breakdown"):  # this unused timer synchronises with the device
             config.setdefault("timers", {"throughput": {"enabled": False}})
-    if context.device.type == "cpu" and context.resolved.zero_stage == 3:
+    if device.type == "cpu" and spec.resolved.zero_stage == 3:
         # Contiguous gradients avoid fragmentation of GPU memory; on a CPU they only cost a copy.
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
-    if context.resolved.cp_size > 1:  # DeepSpeed counts context ranks as data ranks
-        config["train_batch_size"] *= context.resolved.cp_size
+    if spec.resolved.cp_size > 1:  # DeepSpeed counts context ranks as data ranks
+        config["train_batch_size"] *= spec.resolved.cp_size
     # Under ZeRO, DeepSpeed refuses the harness's own optimizers as untested. DS805 checks the user's optimizer.
     config["zero_allow_untested_optimizer"] = True
     # Allow torch's optimizers with offloading: DeepSpeed's CPU optimizers would have to be compiled first.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     optimizer = config.get("optimizer", {})
-    if made_here(config, context.device):
+    if made_here(config, device):
         config["zero_force_ds_cpu_optimizer"] = False
-    if makes_torchs_class(config, context.device):
+    if makes_torchs_class(config, device):
         config["optimizer"] = {**optimizer, "params": torchs_options(optimizer.get("params", {}))}
     for section in MONITORS.values():  # the harness writes to the monitors itself
         config.pop(section, None)
     if file := config.get("flops_profiler", {}).get("output_file"):
-        file = within(context.args.output_dir, file, "flops_profiler.output_file")
+        file = within(spec.args.output_dir, file, "flops_profiler.output_file")
         config["flops_profiler"] = {**config["flops_profiler"], "output_file": file}
     return config
 
 
-def zero3_partition(context: EngineContext) -> Zero3Partition | None:
+def zero3_partition(spec: EngineSpec, groups: Groups) -> Zero3Partition | None:
     """Return this rank's partition of every parameter under ZeRO-3 without hpZ; None otherwise."""
-    if context.resolved.zero_stage < 3 or secondary_size(context) > 1:
+    if spec.resolved.zero_stage < 3 or secondary_size(spec, groups) > 1:
         return None
-    return Zero3Partition(index=context.groups.coordinate.dp_rank, count=context.groups.layout.dp_size)
+    return Zero3Partition(index=groups.coordinate.dp_rank, count=groups.layout.dp_size)
 
 
-def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
+def layer_finisher(spec: EngineSpec, groups: Groups, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
     """Return a function to call on each layer once its weights are loaded: under ZeRO-3 it partitions them.
 
     Args:
         part: this rank's partition of each parameter, already loaded; with None, whole parameters are broadcast from
             the first rank of the data group.
     """
-    if context.resolved.zero_stage < 3:
+    if spec.resolved.zero_stage < 3:
         return lambda _: None
     # Leave out the batch sizes: zero.Init would check them against the world size, not the data group's size.
     kept = ("zero_optimization", "bf16", "fp16", "aio")
-    config = {name: value for name, value in deepspeed_config(context).items() if name in kept}
+    config = {name: value for name, value in deepspeed_config(spec, groups.device).items() if name in kept}
     config["train_micro_batch_size_per_gpu"] = 1
     # Each zero.Init would create the secondary group (hpZ) itself; DeepSpeed refuses to do that twice.
-    config["zero_optimization"] = {**config["zero_optimization"], "zero_hpz_partition_size": secondary_size(context)}
+    config["zero_optimization"] = {
+        **config["zero_optimization"],
+        "zero_hpz_partition_size": secondary_size(spec, groups),
+    }
     alone = [dist.get_rank()]
-    data_group = context.groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
+    data_group = groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
 
-    secondary = open_secondary_group(context)
+    secondary = open_secondary_group(spec, groups)
 
     def partition(layer: Any) -> None:
         mark_leaves(layer, layer.leaves())
@@ -381,7 +390,7 @@ def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Calla
             module=layer,
             data_parallel_group=data_group,
             config_dict_or_path=config,
-            dtype=context.dtype,
+            dtype=spec.dtype,
             zero_param_parallel_group=secondary,
         )
         malloc_trim()
@@ -389,25 +398,25 @@ def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Calla
     return partition
 
 
-def secondary_size(context: EngineContext) -> int:
+def secondary_size(spec: EngineSpec, groups: Groups) -> int:
     """Return the number of data-parallel ranks that share a secondary copy of the parameters; 1 without hpZ."""
-    size = context.resolved.config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    return min(int(size), context.groups.layout.dp_size)
+    size = spec.resolved.config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    return min(int(size), groups.layout.dp_size)
 
 
-def open_secondary_group(context: EngineContext) -> dist.ProcessGroup | None:
+def open_secondary_group(spec: EngineSpec, groups: Groups) -> dist.ProcessGroup | None:
     """Create and return this rank's group for the secondary copy; None without hpZ. All ranks call it.
 
     Its ranks are consecutive in a data-parallel group. DeepSpeed would take consecutive global ranks, which hold
     different parameters under pipeline or tensor parallelism.
     """
-    size, mine = secondary_size(context), None
+    size, mine = secondary_size(spec, groups), None
     if size > 1:
         # torch requires every rank to create every group, in the same order.
-        for replicas in context.groups.layout.groups("data"):
+        for replicas in groups.layout.groups("data"):
             for start in range(0, len(replicas), size):
                 ranks = list(replicas[start : start + size])
                 group = dist.new_group(ranks, timeout=run_timeout())
-                mine = group if context.groups.rank in ranks else mine
+                mine = group if groups.rank in ranks else mine
     set_secondary_group(mine)
     return mine

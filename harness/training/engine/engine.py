@@ -32,7 +32,7 @@ from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, count_step
-from harness.training.engine.context import EngineContext
+from harness.topology.groups import Groups
 from harness.training.engine.losses import (
     GuardedLoss,
     Outputs,
@@ -43,6 +43,7 @@ from harness.training.engine.losses import (
     targets,
 )
 from harness.training.engine.optimizer import GivenSchedule, SchedulePosition
+from harness.training.engine.spec import EngineSpec
 
 Batch: TypeAlias = tuple[Value, Targets]
 
@@ -111,8 +112,8 @@ class Engine(ABC):
 
     Attributes:
         deepspeed: DeepSpeed's engine itself.
-        context: arguments, config, groups and device of the run; its seed also seeds random numbers drawn outside the
-            layers, for example in a user's loss.
+        spec: arguments and config of the run; its seed also seeds random numbers drawn outside the layers, for example
+            in a user's loss.
         groups, device, dtype: the process groups and the device of this rank, and the dtype of its parameters. Batches
             are copied to the device, and floating-point inputs cast to the dtype.
         reads_labels: whether this rank needs labels: only the last stage does.
@@ -127,16 +128,17 @@ class Engine(ABC):
     def __init__(
         self,
         deepspeed: DeepSpeedEngine,
-        context: EngineContext,
+        spec: EngineSpec,
+        groups: Groups,
         loss: GuardedLoss,
         keys: RngKeys | None = None,
         compression: Compression | None = None,
     ) -> None:
         self.deepspeed: DeepSpeedEngine = deepspeed
-        self.context = context
-        self.groups = context.groups
-        self.device = context.device
-        self.dtype = context.dtype
+        self.spec = spec
+        self.groups = groups
+        self.device = groups.device
+        self.dtype = spec.dtype
         self.reads_labels = self.groups.is_last_stage
         self.reads_data = self.groups.is_first_stage or self.reads_labels
         self.loss = loss
@@ -145,8 +147,8 @@ class Engine(ABC):
         self.compression = compression
         self.schedule = SchedulePosition(deepspeed)
         self.compared = False
-        on_gpu = context.device.type == "cuda"
-        self._attention = AttentionKernels(context.args.sdpa_backend, context.device) if on_gpu else None
+        on_gpu = groups.device.type == "cuda"
+        self._attention = AttentionKernels(spec.args.sdpa_backend, groups.device) if on_gpu else None
 
     @property
     def has_router_loss(self) -> bool:
@@ -206,7 +208,7 @@ class Engine(ABC):
 
         # 2. Forward, backward, gradient reduction, clipping, update. The seed depends on the step and the data rank
         #    alone, so a checkpoint needs no RNG state, and ranks that share samples draw the same numbers.
-        seed = seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.batch_rank)
+        seed = seed_of(self.spec.args.seed, consumed_samples, self.groups.coordinate.batch_rank)
         with own_generators(seed, self.device), self._attending(whole, length):
             loss, parts = self._forward_backward_update(batches, length)
 

@@ -28,11 +28,12 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
 from harness.topology.env import LaunchEnv
+from harness.topology.groups import Groups
 from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
 from harness.training.callbacks import StepRecord, TrainerCallback
-from harness.training.engine.context import EngineContext, GradientCompression
 from harness.training.engine.optimizer import GivenOptimizer
+from harness.training.engine.spec import EngineSpec, GradientCompression
 from harness.training.parts.data import DataPart
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class ModelExport(Protocol):
         """
 
 
-VerifySharding: TypeAlias = Callable[[CausalModel, EngineContext, Console], None]
+VerifySharding: TypeAlias = Callable[[CausalModel, EngineSpec, Groups, Console], None]
 """Compares the sharded model with the whole one (`--verify_plan`). Raises UserError on all ranks if they differ."""
 
 RequirePackable: TypeAlias = Callable[[PretrainedConfig, int, torch.device, torch.dtype], None]
@@ -226,7 +227,7 @@ class Parts:
     read_ahead: Callable[..., StepReader] | None = None
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
-    fp8: Callable[[EngineContext, PretrainedConfig], Callable[[nn.Module], None]] | None = None
+    fp8: Callable[[EngineSpec, torch.device, PretrainedConfig], Callable[[nn.Module], None]] | None = None
     measure_layers: Callable[..., list[float]] | None = None
     placement_advice: Callable[[Layout, Hosts], str | None] | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None

@@ -25,8 +25,9 @@ from harness.hf.context.sequence import require_enough
 from harness.hf.forward.payload import Tokens
 from harness.hf.layers.attention import require_available, with_attention
 from harness.hf.skeleton import ModelSource, position_limit
-from harness.training.engine.context import EngineContext
+from harness.topology.groups import Groups
 from harness.training.engine.losses import first_tensor
+from harness.training.engine.spec import EngineSpec
 from harness.training.parts import RequirePackable, needed
 
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
@@ -49,7 +50,8 @@ class DatasetCheck:
     """
 
     source: ModelSource | None
-    context: EngineContext
+    spec: EngineSpec
+    groups: Groups
     collator: Collator
     own_loss: bool = False
     require_packable: RequirePackable | None = None
@@ -68,7 +70,7 @@ class DatasetCheck:
         if self.source is not None:
             if (limit := position_limit(self.source.config)) is not None:
                 require_short(dataset, limit)
-            if self.context.groups.layout.pp_size > 1 and not isinstance(dataset, PaddedSamples):
+            if self.groups.layout.pp_size > 1 and not isinstance(dataset, PaddedSamples):
                 if self._reads_rows:
                     require_one_length(dataset)
                 require_one_shape(dataset, self.collator, size)
@@ -77,7 +79,7 @@ class DatasetCheck:
                     "the labels of a data set are shifted already: label i is token i + 1. The loss shifts them: "
                     "give the tokens as labels, with -100 for those that are not in the loss, or no labels"
                 )
-            tokens, resolved, layout = Tokens.of(batch[0]), self.context.resolved, self.context.groups.layout
+            tokens, resolved, layout = Tokens.of(batch[0]), self.spec.resolved, self.groups.layout
             require_enough(tokens, layout.cp_size, layout.tp_size if resolved.sequence_parallel else 1)
             if tokens.positions is not None:
                 self._require_apart(self.source, tokens.ids)
@@ -90,7 +92,7 @@ class DatasetCheck:
         return collator is collate
 
     def _require_apart(self, source: ModelSource, ids: Tensor) -> None:
-        args, device, dtype = self.context.args, self.context.device, self.context.dtype
+        args, device, dtype = self.spec.args, self.groups.device, self.spec.dtype
         config = with_attention(source.config, args.attn_implementation)
         require_available(config, device, dtype)
         needed(self.require_packable, "packing", "harness.verify")(config, len(ids), device, dtype)

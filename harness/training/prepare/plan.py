@@ -54,6 +54,7 @@ from harness.training.callbacks.early_stopping import require_metric_of_one
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.engine.outputs import Preprocess
+from harness.training.engine.spec import EngineSpec
 from harness.training.parts import Parts, needed
 from harness.training.parts.data import FOLDER, DataRequest, Datasets, UserData, given_samples
 from harness.training.parts.objective import Objective
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The Trainer's arguments except its data, and the launch environment of this process.
+    """What the Trainer is given besides `args` and data, and the launch environment of this process.
 
     Attributes:
         parts: the installed parts around the core.
@@ -76,7 +77,6 @@ class RunInputs:
     """
 
     model: Model
-    args: TrainingArguments
     console: Console
     env: LaunchEnv
     parts: Parts = field(default_factory=Parts)
@@ -96,10 +96,10 @@ class RunInputs:
         """Whether rows are turned into samples; a user's collator receives them unchanged."""
         return self.data_collator is collate or self.objective is not None
 
-    def data_request(self, config: RunConfig, source: ModelSource | None) -> DataRequest:
+    def data_request(self, args: TrainingArguments, config: RunConfig, source: ModelSource | None) -> DataRequest:
         """Return what the samples of a run are made for."""
         return DataRequest(
-            args=self.args,
+            args=args,
             config=config,
             source=source if self.makes_samples else None,
             env=self.env,
@@ -111,14 +111,9 @@ class RunInputs:
         """The settings of the objective; "" for the next token, or a user's own loss."""
         return "" if self.objective is None else self.objective.settings
 
-    @property
-    def may_hold_a_run(self) -> bool:
-        """Whether `output_dir` may already hold a run, which `train(resume_from_checkpoint=...)` may continue later."""
-        return self.args.resume_from_checkpoint is None
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec:
+class RunSpec(EngineSpec):
     """The specification of a run: first as planned on this rank, then as agreed by all ranks.
 
     Attributes:
@@ -128,7 +123,6 @@ class RunSpec:
         data_digest: hash of the training data; "" without training data.
         config: the DeepSpeed JSON, read and checked once.
         checkpoint: the checkpoint to resume; None for a run that begins at step 0.
-        user_optimizer: the Trainer's `optimizers`; None without.
     """
 
     inputs: RunInputs
@@ -138,15 +132,8 @@ class RunSpec:
     data: Datasets
     data_digest: str
     config: RunConfig
-    resolved: Resolved
     layout: Layout
-    max_steps: int
     checkpoint: Path | None
-    user_optimizer: GivenOptimizer | None
-
-    @property
-    def args(self) -> TrainingArguments:
-        return self.inputs.args
 
     @property
     def console(self) -> Console:
@@ -166,38 +153,38 @@ class RunSpec:
         return optimizer_name(self.resolved) if self.user_optimizer is None else self.user_optimizer.name
 
 
-def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunSpec:
+def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunSpec:
     """Resolve model, data, config and layout without building anything. Raises UserError if they conflict.
 
     Args:
         config: the checked config, if the program has already read it with `args` and checked it for the device.
     """
-    args, env = inputs.args, inputs.env
-    _require_types(inputs, given)
+    _require_types(args, inputs, given)
     _require_evaluation(args, given)
     source, adaptation = _source(inputs)
     if inputs.objective is not None:
-        source = _for_objective(inputs, inputs.objective, source)
+        source = _for_objective(args, inputs, inputs.objective, source)
     if source is None:
-        _require_for_layers(inputs)
+        _require_for_layers(args, inputs)
     elif isinstance(source.weights, Path):
         require_listed_weights(source.weights)
     model = inputs.model if isinstance(inputs.model, str) else None
     if config is None:
-        config = read_run_config(args, world_size=env.world_size, check=inputs.parts.check_config, model=model)
+        config = read_run_config(args, world_size=inputs.env.world_size, check=inputs.parts.check_config, model=model)
         require_supported(config.resolved)
     # The watchdog starts when the ranks have met, and tokenising may take hours: until then detect stopped processes.
     with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):
-        data = _samples(inputs.parts, given, inputs.data_request(config, source))
+        data = _samples(inputs.parts, given, inputs.data_request(args, config, source))
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
         require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.batch_ranks)
-    _require_parts(inputs, resolved)
+    _require_parts(args, inputs.parts, resolved)
     if source is None:
         _require_config_for_layers(resolved)
     base_seed = args.seed if source is not None and source.weights is None else None
     spec = RunSpec(
+        args=args,
         inputs=inputs,
         source=source,
         adaptation=adaptation,
@@ -209,16 +196,16 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         layout=layout,
         max_steps=max_steps,
         checkpoint=None,
+        compression=inputs.parts.compression,
         user_optimizer=_user_optimizer(inputs, source, adaptation, resolved, layout),
     )
-    if not inputs.may_hold_a_run and not args.rank_0_finds_checkpoint:
+    if args.resume_from_checkpoint is not None and not args.rank_0_finds_checkpoint:
         return replace(spec, checkpoint=checkpoint_to_resume(spec))
     return spec
 
 
-def _require_parts(inputs: RunInputs, resolved: Resolved) -> None:
+def _require_parts(args: TrainingArguments, parts: Parts, resolved: Resolved) -> None:
     """Raise UserError if a part that the run needs is not installed."""
-    args, parts = inputs.args, inputs.parts
     if resolved.gradient_bits != 0:
         needed(parts.compression, "gradient_compression", "harness.extras")
     if args.dataloader_num_workers:
@@ -249,7 +236,9 @@ def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:
     return find(inputs.model, inputs.peft_config, inputs.quantization_config)
 
 
-def _for_objective(inputs: RunInputs, objective: Objective, source: ModelSource | None) -> ModelSource:
+def _for_objective(
+    args: TrainingArguments, inputs: RunInputs, objective: Objective, source: ModelSource | None
+) -> ModelSource:
     """Return the model as the objective trains it. UserError for arguments that have no effect with it."""
     if source is None:
         raise UserError(f"{objective.name} needs a HuggingFace model, not a list of layers")
@@ -260,7 +249,7 @@ def _for_objective(inputs: RunInputs, objective: Objective, source: ModelSource 
     problems = [
         f"{name} has no effect with {objective.name}, a loss of its own: remove it" for name in given if given[name]
     ]
-    refuse_all([*problems, *objective.obstacles(inputs.args)])
+    refuse_all([*problems, *objective.obstacles(args)])
     return replace(source, prepare=objective.prepare_model)
 
 
@@ -331,12 +320,12 @@ def resolve_for(
     return resolved, max_steps, Layout.from_world(config.values.world_size, **sizes)
 
 
-def _require_for_layers(inputs: RunInputs) -> None:
+def _require_for_layers(args: TrainingArguments, inputs: RunInputs) -> None:
     """Raise UserError for arguments that apply only to HuggingFace models."""
     problems = [
         f"--{item.name} needs a HuggingFace model, not a list of layers"
         for item in fields(TrainingArguments)
-        if Help.of(item).hf_only and getattr(inputs.args, item.name) != default_of(item)
+        if Help.of(item).hf_only and getattr(args, item.name) != default_of(item)
     ]
     if inputs.compute_loss_func is not None:
         problems.append("compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)")
@@ -357,9 +346,9 @@ def _require_config_for_layers(resolved: Resolved) -> None:
     refuse_all([f"{key} needs a HuggingFace model, not a list of layers: remove it" for key in needing])
 
 
-def _require_types(inputs: RunInputs, given: UserData) -> None:
+def _require_types(args: TrainingArguments, inputs: RunInputs, given: UserData) -> None:
     require_types(
-        inputs.args,
+        args,
         {
             "data_collator": inputs.data_collator,
             "loss_fn": inputs.loss_fn,

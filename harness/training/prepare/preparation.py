@@ -71,7 +71,6 @@ from harness.topology.agreement import (
 from harness.topology.groups import Groups, build_groups
 from harness.topology.hosts import Hosts, host_id
 from harness.training.engine.build import build_engine
-from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import logits_loss, reporting_sources, with_objective
 from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.parts import RunPrediction, needed
@@ -103,19 +102,21 @@ def prepare_run(spec: RunSpec) -> Run:
         silence_prints()
 
     # 1. The ranks meet: process groups, one checkpoint to resume, one initial model.
-    spec, groups, device, foreign_groups = _meet(spec)
+    spec, groups, foreign_groups = _meet(spec)
     here, hosts = all_gather_on_host(host_id(), groups.rank), Hosts(tuple(gather_object(host_id())))
     if spec.data.train is not None:
         try_saving(spec.output_dir, several_hosts=here.hosts > 1)
-        _warn_of_locks(spec, here, groups.rank)
+        _warn_of_locks(spec.output_dir, here, groups.rank, console)
     spec = _with_steps_left(replace(spec, checkpoint=intact_checkpoint(spec, args)))
-    context = _engine_context(spec, groups, device)
-    spec = replace(spec, resolved=context.resolved)
-    _warn_of_placement(spec, hosts)
-    take_first_ranks(tensors_in_memory(spec.inputs.model, spec.source, spec.adaptation), device, console)
+    if spec.compression is not None and spec.resolved.gradient_bits != 0:
+        spec = replace(spec, resolved=spec.compression.settled(spec.resolved, groups, console))
+    advice = spec.parts.placement_advice
+    if hosts.ids and advice is not None and (warning := advice(spec.layout, hosts)):  # rank 0 alone knows the hosts
+        console.warn(warning)
+    take_first_ranks(tensors_in_memory(spec.inputs.model, spec.source, spec.adaptation), groups.device, console)
 
     # 2. The first samples of the data are checked.
-    data_check = _data_check(spec, context)
+    data_check = _data_check(spec, groups)
     sample = _first_samples(data_check, spec)
     if spec.source is not None and sample is not None and not data_check.own_loss and meaning_of(sample) == OTHERS:
         console.say(
@@ -125,8 +126,8 @@ def prepare_run(spec: RunSpec) -> Run:
     if part is not None and spec.source is not None:
         spec = replace(spec, source=part.stop_at_answers(spec.source, spec.data, console))
     # 3. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
-    prediction = _predicted(spec, context, sample, list(here.values))
-    trainable = _trainable(spec, context, sample)
+    prediction = _predicted(spec, groups.device, sample, list(here.values))
+    trainable = _trainable(spec, groups, sample)
     if trainable.causal is not None:  # the vocabulary is now known: check ids against it
         data_check = _for_vocabulary(data_check, spec, trainable.causal.vocab_size)
     for line in [] if part is None else part.sample_lines(spec.data):  # lets the user spot a wrong loss mask
@@ -135,21 +136,21 @@ def prepare_run(spec: RunSpec) -> Run:
     if (checkpoint := spec.checkpoint) is not None:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))
     prompts = all_or_none(lambda: _prompts(spec, trainable))
-    boundaries = choose_boundaries(trainable, context, _measured_costs(spec, trainable, context, sample))
+    boundaries = choose_boundaries(trainable, spec, _measured_costs(spec, trainable, groups.device, sample))
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, spec.resolved.chunks)
 
     # 4. The layers of this rank, and DeepSpeed's engine around them.
-    if optimizer := all_or_none(lambda: compiled_optimizer(spec.resolved.config, device)):
+    if optimizer := all_or_none(lambda: compiled_optimizer(spec.resolved.config, groups.device)):
         console.say(f"optimizer {optimizer} is DeepSpeed's own: its first use here compiles it, which can take minutes")
-    engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
-    stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
+    engine = build_engine(spec, groups, trainable.layers, boundaries, trainable.loss, trainable.traits)
+    stages = stage_lines(trainable, boundaries, engine.deepspeed.module, spec.resolved.chunks, groups)
     if (backend := spec.resolved.compile_backend) is not None:
         console.say(waits_for_compiler(backend))
     report_stages(console, spec.layout, spec.resolved, spec.max_steps, stages)
     _report_given(spec, trainable)
     run = Run(
         spec=spec,
-        context=context,
+        groups=groups,
         data_check=data_check,
         trainable=trainable,
         base_checksums=base,
@@ -164,7 +165,7 @@ def prepare_run(spec: RunSpec) -> Run:
     )
     malloc_trim()  # DeepSpeed has copied all parameters into flat tensors and freed the originals
     if spec.resolved.zero_stage != 2:  # ZeRO-2's buckets would make this take up to 1.5 times the memory
-        keep_freed_memory(device)
+        keep_freed_memory(groups.device)
     if args.saves:
         _warn_of_full_disk(run, run.engine_state.require_savable())
     if spec.inputs.objective is not None and spec.source is not None:
@@ -176,11 +177,11 @@ def prepare_run(spec: RunSpec) -> Run:
     return run
 
 
-def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.ProcessGroup]]:
+def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, frozenset[dist.ProcessGroup]]:
     """Meet the other ranks and check that all hold the same config, code, model and data.
 
     Returns:
-        The spec with the checkpoint that all ranks resume, this rank's groups and device, and the process groups that
+        The spec with the checkpoint that all ranks resume, this rank's device and groups, and the process groups that
         were open before the run.
     """
     args, console, env = spec.args, spec.console, spec.inputs.env
@@ -218,7 +219,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
         all_or_none(lambda: lock_directory(spec.output_dir) if env.rank == 0 else None)
         # `release` closes the groups of this run, but not the groups that were open before it.
         foreign_groups = open_groups()
-        groups = build_groups(spec.layout, spec.resolved.chunks.loss_stage)
+        groups = build_groups(spec.layout, spec.resolved.chunks.loss_stage, device)
         THIS_RANK.rank = groups.rank
         THIS_RANK.stage = groups.coordinate.stage
         spec.parts.watch.ranks(args, groups, console, on_accelerator=device.type != "cpu")
@@ -234,7 +235,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
         console.say("TF32 is off, as in torch: float32 products are exact; --tf32 makes them several times as fast")
     if text := mixed_devices(device):
         console.warn(text)
-    return replace(spec, checkpoint=checkpoint), groups, device, foreign_groups
+    return replace(spec, checkpoint=checkpoint), groups, foreign_groups
 
 
 def _with_steps_left(spec: RunSpec) -> RunSpec:
@@ -250,42 +251,18 @@ def _with_steps_left(spec: RunSpec) -> RunSpec:
     return replace(spec, resolved=resolved, max_steps=max_steps)
 
 
-def _engine_context(spec: RunSpec, groups: Groups, device: torch.device) -> EngineContext:
-    """Return the inputs for building the engine, with gradient compression settled; all ranks call it."""
-    resolved, compression = spec.resolved, None
-    if resolved.gradient_bits != 0:
-        compression = needed(spec.parts.compression, "gradient_compression", "harness.extras")
-        resolved = compression.settled(resolved, groups, device, spec.console)
-    return EngineContext(
-        args=spec.args,
-        resolved=resolved,
-        groups=groups,
-        device=device,
-        max_steps=spec.max_steps,
-        compression=compression,
-        user_optimizer=spec.user_optimizer,
-    )
-
-
-def _warn_of_locks(spec: RunSpec, here: HostValues[int], rank: int) -> None:
+def _warn_of_locks(output_dir: Path, here: HostValues[int], rank: int, console: Console) -> None:
     """Warn if another host could take the lock that rank 0 holds; all ranks call it."""
     # One rank of each other host tries the lock.
     looks = min(here.values) == rank and here.number > 0
-    if here.hosts > 1 and any_rank(looks and is_lent_twice(spec.output_dir)):
-        spec.console.warn(
-            f"{spec.output_dir}: file locks are not shared between hosts: a second run on another host is not refused; "
+    if here.hosts > 1 and any_rank(looks and is_lent_twice(output_dir)):
+        console.warn(
+            f"{output_dir}: file locks are not shared between hosts: a second run on another host is not refused; "
             "this run notices it at its next save"
         )
 
 
-def _warn_of_placement(spec: RunSpec, hosts: Hosts) -> None:
-    """Warn on rank 0, which alone knows the hosts, if tensor-parallel groups cross hosts."""
-    advice = spec.parts.placement_advice
-    if hosts.ids and advice is not None and (warning := advice(spec.layout, hosts)):
-        spec.console.warn(warning)
-
-
-def _data_check(spec: RunSpec, context: EngineContext) -> DatasetCheck:
+def _data_check(spec: RunSpec, groups: Groups) -> DatasetCheck:
     """Return the check of the data, not yet with the model's vocabulary."""
     inputs = spec.inputs
     collator = inputs.data_collator
@@ -293,7 +270,8 @@ def _data_check(spec: RunSpec, context: EngineContext) -> DatasetCheck:
         collator = TokenCollator(collator, None, position_limit(spec.source.config))
     return DatasetCheck(
         source=spec.source,
-        context=context,
+        spec=spec,
+        groups=groups,
         collator=collator,
         own_loss=any(own is not None for own in (inputs.loss_fn, inputs.compute_loss_func, inputs.objective)),
         require_packable=spec.parts.require_packable,
@@ -320,7 +298,7 @@ def _first_samples(check: DatasetCheck, spec: RunSpec) -> MicroBatch | None:
 
 
 def _predicted(
-    spec: RunSpec, context: EngineContext, sample: MicroBatch | None, ranks: Sequence[int]
+    spec: RunSpec, device: torch.device, sample: MicroBatch | None, ranks: Sequence[int]
 ) -> RunPrediction | None:
     """Predict and report memory and speed; `ranks` are this host's. Raises UserError if the run cannot fit."""
     forecast = spec.parts.forecast
@@ -332,7 +310,7 @@ def _predicted(
         spec.layout,
         spec.args,
         length=sample_length(sample),
-        device=context.device,
+        device=device,
         ranks=ranks,
         adapters=spec.adaptation is not None,
         sequences=1 if spec.inputs.objective is None else spec.inputs.objective.sequences,
@@ -347,7 +325,7 @@ def _predicted(
     return found
 
 
-def _trainable(spec: RunSpec, context: EngineContext, sample: MicroBatch | None) -> TrainableModel:
+def _trainable(spec: RunSpec, groups: Groups, sample: MicroBatch | None) -> TrainableModel:
     """Return the model as pipeline layers; verify its sharding on a tiny copy if the arguments ask for it."""
     if spec.source is None:
         trainable = trainable_layers(cast("Sequence[Layer]", spec.inputs.model), spec.inputs.loss_fn, sample)
@@ -355,19 +333,19 @@ def _trainable(spec: RunSpec, context: EngineContext, sample: MicroBatch | None)
         report_origin(spec.console, spec.source, spec.args.seed)
         own_loss = logits_loss(spec.inputs.loss_fn, spec.inputs.compute_loss_func, spec.args.label_smoothing_factor)
         trainable = trainable_decoder(
-            spec.source, context, sample_length(sample), spec.adaptation, own_loss, parts=spec.parts
+            spec.source, spec, groups, sample_length(sample), spec.adaptation, own_loss, parts=spec.parts
         )
         if spec.inputs.objective is not None:
-            loss = partial(spec.inputs.objective.loss, data_group=context.groups.dp_group)
+            loss = partial(spec.inputs.objective.loss, data_group=groups.dp_group)
             trainable = replace(trainable, loss=with_objective(trainable.loss, loss))
-    if context.resolved.compile_backend is not None:
-        require_compilable(trainable, context.resolved.compile_backend, context.resolved.compile_options)
+    if spec.resolved.compile_backend is not None:
+        require_compilable(trainable, spec.resolved.compile_backend, spec.resolved.compile_options)
     if trainable.causal is not None:
         verify_sharding = spec.parts.verify_sharding
         if spec.args.verify_plan == "on":
             verify_sharding = needed(verify_sharding, "--verify_plan on", "harness.verify")
         if verify_sharding is not None:
-            verify_sharding(trainable.causal, context, spec.console)
+            verify_sharding(trainable.causal, spec, groups, spec.console)
     if spec.checkpoint is not None:
         directories.require_same_model(spec.checkpoint, trainable.summary, trainable.shaping_config)
     if isinstance(spec.data.train, SeveralSources):
@@ -376,13 +354,13 @@ def _trainable(spec: RunSpec, context: EngineContext, sample: MicroBatch | None)
 
 
 def _measured_costs(
-    spec: RunSpec, trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None
+    spec: RunSpec, trainable: TrainableModel, device: torch.device, sample: MicroBatch | None
 ) -> list[float] | None:
     """Return the measured cost of each layer, if the config asks for it and there is data for it; all ranks call it."""
-    if context.resolved.partition != "measured" or context.resolved.chunks.count == 1 or sample is None:
+    if spec.resolved.partition != "measured" or spec.resolved.chunks.count == 1 or sample is None:
         return None
     measure = needed(spec.parts.measure_layers, "pipeline.partition measured", "harness.extras")
-    return measure(trainable, context, *sample)
+    return measure(trainable, spec, device, *sample)
 
 
 def _prompts(spec: RunSpec, trainable: TrainableModel) -> SamplePrompts | None:
@@ -443,7 +421,7 @@ def training_stream(run: Run) -> BatchStream | None:
         seed=run.spec.args.order_seed,
         micro_batch=run.spec.resolved.micro_batch,
         accumulation=run.spec.resolved.accumulation,
-        batch_rank=run.context.groups.coordinate.batch_rank,
+        batch_rank=run.groups.coordinate.batch_rank,
         batch_ranks=run.spec.layout.batch_ranks,
         data_collator=run.data_check.collator,
         one_length=run.engine.needs_one_length,

@@ -1,8 +1,4 @@
-"""The state of one run on this rank.
-
-`RunInputs` holds the Trainer's arguments, `RunSpec` the model, data, config and layout resolved from them. Both are
-frozen. `Run` is the live run of a spec, with an engine. A function takes the narrowest of the three that it needs.
-"""
+"""The live run of a specification on this rank: its process groups, engine, model and counters."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ from harness.checkpoint.training_state import EngineState
 from harness.console import Console
 from harness.device.memory import EarlierPeaks
 from harness.hf.adapters import saved_name
+from harness.topology.groups import Groups
 from harness.training.callbacks import TrainerState
-from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
 from harness.training.parts import RunPrediction
 from harness.training.parts.data import SamplePrompts
@@ -50,7 +46,7 @@ class Run:
 
     Attributes:
         spec: the specification that all ranks have agreed on.
-        context: this rank's groups and device, and the other inputs for building its engine.
+        groups: this rank's device and process groups.
         data_check: checks the first samples of a data set.
         trainable: the model as pipeline layers, with its loss.
         base_checksums: checksums of the adapters' base model by name; empty except on rank 0 and without adapters.
@@ -69,7 +65,7 @@ class Run:
     """
 
     spec: RunSpec
-    context: EngineContext
+    groups: Groups
     data_check: DatasetCheck
     trainable: TrainableModel
     base_checksums: dict[str, str]
@@ -108,7 +104,7 @@ class Run:
         adapters, name = self.spec.adaptation is not None, self.trainable.stored_name
         return EngineState(
             engine=self.engine.deepspeed,
-            groups=self.context.groups,
+            groups=self.groups,
             rename=(lambda key: saved_name(name(key))) if adapters else name,
             adapters=adapters,
             compression=self.engine.compression,

@@ -17,8 +17,9 @@ from harness.errors import UserError
 from harness.parallel.pipeline.partition import stage_boundaries
 from harness.schedules import DEFAULT, ModelChunks
 from harness.topology.agreement import all_gather_object
+from harness.topology.groups import Groups
 from harness.topology.layout import Layout
-from harness.training.engine.context import EngineContext
+from harness.training.engine.spec import EngineSpec
 from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted
 
@@ -50,7 +51,7 @@ class StageLine:
         return f"stage {self.stage} on {ranks}: layers {layers} ({kinds}), {self.parameters:,} parameters a rank"
 
 
-def choose_boundaries(trainable: TrainableModel, context: EngineContext, measured: Sequence[float] | None) -> list[int]:
+def choose_boundaries(trainable: TrainableModel, spec: EngineSpec, measured: Sequence[float] | None) -> list[int]:
     """Return the boundaries of the model chunks (one per stage by default) by `pipeline.partition`.
 
     All ranks call it and get the same result: index of the first layer of each chunk, followed by the number of layers.
@@ -62,14 +63,14 @@ def choose_boundaries(trainable: TrainableModel, context: EngineContext, measure
         UserError: there are fewer layers than chunks, or a chunk has no trained parameter, which DeepSpeed's engines
             do not support.
     """
-    chunks = context.resolved.chunks
+    chunks = spec.resolved.chunks
     if chunks.per_stage > 1 and chunks.count > len(trainable.layers):
         raise UserError(
-            f"pipeline.schedule {context.resolved.schedule}: {chunks.num_stages} stages of {chunks.per_stage} model "
+            f"pipeline.schedule {spec.resolved.schedule}: {chunks.num_stages} stages of {chunks.per_stage} model "
             f"chunks, but the model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or chunks, or "
             "another schedule"
         )
-    boundaries = _boundaries(trainable, context, measured)
+    boundaries = _boundaries(trainable, spec, measured)
     for chunk, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(trainable.trained[start:stop]):
             where = f"stage {chunk}" if chunks.per_stage == 1 else f"model chunk {chunk}"
@@ -84,12 +85,12 @@ def stage_costs(layers: Sequence[float], boundaries: Sequence[int], chunks: Mode
     return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.num_stages)]
 
 
-def _boundaries(trainable: TrainableModel, context: EngineContext, measured: Sequence[float] | None) -> list[int]:
-    count = context.resolved.chunks.count
+def _boundaries(trainable: TrainableModel, spec: EngineSpec, measured: Sequence[float] | None) -> list[int]:
+    count = spec.resolved.chunks.count
     if count == 1:
         return [0, len(trainable.layers)]
     return stage_boundaries(
-        context.resolved.partition,
+        spec.resolved.partition,
         count,
         costs=trainable.costs if measured is None else measured,
         parameters=trainable.parameters,
@@ -98,10 +99,9 @@ def _boundaries(trainable: TrainableModel, context: EngineContext, measured: Seq
 
 
 def stage_lines(
-    trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, context: EngineContext
+    trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, chunks: ModelChunks, groups: Groups
 ) -> list[StageLine]:
     """Return one line for each stage; all ranks call it."""
-    groups, chunks = context.groups, context.resolved.chunks
     held = sum(_size(parameter) for parameter in module.parameters())
     sizes = all_gather_object((groups.coordinate.stage, held))
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}

@@ -35,9 +35,10 @@ from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.token_exchange import Neighbours
 from harness.parallel.values import Value
 from harness.parallel.zero import Zero3Partition
+from harness.topology.groups import Groups
 from harness.training.engine.build import layer_finisher, zero3_partition
-from harness.training.engine.context import EngineContext, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
+from harness.training.engine.spec import EngineSpec, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.parts import Parts, PlanTokens, needed
 from harness.wording import counted, one_of
 
@@ -162,7 +163,8 @@ def model_source(model: Model) -> ModelSource | None:
 
 def trainable_decoder(
     source: ModelSource,
-    context: EngineContext,
+    spec: EngineSpec,
+    groups: Groups,
     sequence_length: int,
     adaptation: Adapters | None = None,
     own_loss: LogitsLoss | None = None,
@@ -176,58 +178,64 @@ def trainable_decoder(
         own_loss: a user's loss of the whole logits, replacing the cross entropy.
         parts: those that fuse operations, compute in fp8, and determine how a sequence can be split.
     """
-    args = context.args
+    args = spec.args
     config = with_attention(source.config, args.attn_implementation)
-    require_available(config, context.device, context.dtype)
-    require_sdpa_backend(context.args.sdpa_backend, config, context.device)
+    require_available(config, groups.device, spec.dtype)
+    require_sdpa_backend(spec.args.sdpa_backend, config, groups.device)
     source = replace(source, config=_with_router_loss(config, args))
     # With `part`, each rank loads only its ZeRO-3 partition. A model in memory is broadcast from rank 0 instead.
-    part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None
+    part = zero3_partition(spec, groups) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
         source,
-        tensor=TensorParallel.of(context.groups.tp_group),
-        device=context.device,
-        dtype=context.dtype,
-        seed=context.args.seed,
-        finish=_finisher(source, context, part, parts),
-        experts=_neighbours(context),
+        tensor=TensorParallel.of(groups.tp_group),
+        device=groups.device,
+        dtype=spec.dtype,
+        seed=spec.args.seed,
+        finish=_finisher(source, spec, groups, part, parts),
+        experts=_neighbours(spec, groups),
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
         part=part,
         whole_logits=own_loss is not None,
-        keep_fp32=can_keep_fp32(context.resolved),
+        keep_fp32=can_keep_fp32(spec.resolved),
         noise_alpha=args.neftune_noise_alpha,
-        sequence_parallel=context.resolved.sequence_parallel,
-        apart=choose_token_split(source, context, parts.plan_tokens, shared=True),
+        sequence_parallel=spec.resolved.sequence_parallel,
+        apart=choose_token_split(source, spec, groups, parts.plan_tokens, shared=True),
     )
-    _require_kept(causal.in_fp32, context)
-    _require_gradients(causal, context)
-    if context.groups.rank == 0:
+    _require_kept(causal.in_fp32, spec, groups.rank)
+    _require_gradients(causal, spec)
+    if groups.rank == 0:
         for reason in idle_tiles(causal.apart, causal.outer.layers, attention_of(source.config)):
             warn(f"model type {source.config.model_type!r}: {reason}")
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} has no router loss")
-    checkpointed = context.resolved.activation_checkpoint_interval > 0
+    checkpointed = spec.resolved.activation_checkpoint_interval > 0
     return TrainableModel(
         layers=causal.layers,
         names=causal.layer_names,
         parameters=causal.parameter_counts(),
         trained=causal.parameter_counts(trained=True),
         costs=[cost.flops_per_token() for cost in causal.costs(sequence_length, checkpointed)],
-        loss=_decoder_loss(causal, context, own_loss),
+        loss=_decoder_loss(causal, spec, groups, own_loss),
         causal=causal,
     )
 
 
-def _neighbours(context: EngineContext) -> Neighbours | None:
+def _neighbours(spec: EngineSpec, groups: Groups) -> Neighbours | None:
     """Return the ranks over which whole experts are distributed; None if experts are sharded like other layers."""
-    if context.resolved.ep_size == 1:
+    if spec.resolved.ep_size == 1:
         return None
-    return Neighbours(ranks=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
+    return Neighbours(ranks=TensorParallel.of(groups.ep_group), pieces=spec.resolved.token_pieces)
 
 
 def choose_token_split(
-    source: ModelSource, context: EngineContext, plan_tokens: PlanTokens | None, *, shared: bool, most: int = 2**62
+    source: ModelSource,
+    spec: EngineSpec,
+    groups: Groups,
+    plan_tokens: PlanTokens | None,
+    *,
+    shared: bool,
+    most: int = 2**62,
 ) -> TokenSplit:
     """Return how the run splits the tokens of a sequence over context ranks and into tiles.
 
@@ -235,7 +243,7 @@ def choose_token_split(
         shared: whether context ranks share the tokens.
         most: upper limit for the tokens of a tile, overriding the config.
     """
-    resolved, group = context.resolved, context.groups.cp_group if shared else None
+    resolved, group = spec.resolved, groups.cp_group if shared else None
     if group is None and not (resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile):
         return UNSPLIT
     return TokenSplit(
@@ -248,19 +256,19 @@ def choose_token_split(
 
 
 def _finisher(
-    source: ModelSource, context: EngineContext, part: Zero3Partition | None, parts: Parts
+    source: ModelSource, spec: EngineSpec, groups: Groups, part: Zero3Partition | None, parts: Parts
 ) -> Callable[[nn.Module], None]:
     """Return a function that has a loaded layer compute as the arguments ask and, under ZeRO-3, partitions it."""
-    args, fusing, steps = context.args, parts.fusing, [layer_finisher(context, part)]
+    args, fusing, steps = spec.args, parts.fusing, [layer_finisher(spec, groups, part)]
     liger = args.use_liger_kernel and source.has_values
     if liger:
         fusing = needed(fusing, "--use_liger_kernel", "harness.extras")
-    elif context.resolved.compile_backend is not None or not args.fused_kernels:
+    elif spec.resolved.compile_backend is not None or not args.fused_kernels:
         fusing = None  # torch.compile fuses more than the harness
     if fusing is not None:
-        steps.insert(0, fusing(source, context.device, liger=liger))
+        steps.insert(0, fusing(source, groups.device, liger=liger))
     if args.fp8 != "no":
-        steps.insert(0, needed(parts.fp8, "--fp8", "harness.extras")(context, source.config))
+        steps.insert(0, needed(parts.fp8, "--fp8", "harness.extras")(spec, groups.device, source.config))
 
     def finish(layer: nn.Module) -> None:
         for step in steps:
@@ -269,12 +277,12 @@ def _finisher(
     return finish
 
 
-def _require_gradients(causal: CausalModel, context: EngineContext) -> None:
+def _require_gradients(causal: CausalModel, spec: EngineSpec) -> None:
     """Raise UserError if nothing is trained, or trained parameters would get no gradient."""
     trained = causal.parameter_counts(trained=True)
     if not any(trained):
         raise UserError("nothing to train: every parameter of the model has requires_grad=False")
-    if context.resolved.config.get("pipeline", {}).get("use_reentrant") and not trained[0]:
+    if spec.resolved.config.get("pipeline", {}).get("use_reentrant") and not trained[0]:
         raise UserError(
             "pipeline.use_reentrant: true: trained parameters of the first layer would get no gradient, because its "
             "input does not require one; set it to false"
@@ -294,12 +302,12 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
     return config
 
 
-def _require_kept(names: Set[str], context: EngineContext) -> None:
+def _require_kept(names: Set[str], spec: EngineSpec, rank: int) -> None:
     """Raise UserError if a bf16 run cannot keep the parameters in float32 that transformers keeps so.
 
     Only warns in fp16, or if the config says to keep none.
     """
-    resolved = context.resolved
+    resolved = spec.resolved
     if not names or can_keep_fp32(resolved):
         return
     number, example = counted(len(names), "parameter"), f"({min(names)}, ...)"
@@ -308,22 +316,22 @@ def _require_kept(names: Set[str], context: EngineContext) -> None:
             f"DeepSpeed cannot keep {number} {example} in float32, as transformers does, together with "
             f"{obstacle(resolved)}: remove that, or set data_types.keep_in_fp32_modules to [] to compute them in bf16"
         )
-    if context.groups.rank == 0:
+    if rank == 0:
         what = f"{number} that transformers keeps in float32 {example}"
         warn(f"{what} will be computed in {resolved.precision}")
 
 
-def _decoder_loss(causal: CausalModel, context: EngineContext, own_loss: LogitsLoss | None) -> Loss:
+def _decoder_loss(causal: CausalModel, spec: EngineSpec, groups: Groups, own_loss: LogitsLoss | None) -> Loss:
     ranks = causal.context or ALONE
     loss: CausalLoss | LogitsLoss
     if own_loss is not None:
         loss = replace(own_loss, context=ranks)
     else:
-        group = context.groups.tp_group if causal.local_logits else None
+        group = groups.tp_group if causal.local_logits else None
         loss = CausalLoss(vocab_size=causal.vocab_size, group=group, context=ranks)
     if causal.router is None:
         return loss
-    factor = context.args.router_aux_loss_coef
+    factor = spec.args.router_aux_loss_coef
     return RouterLoss(causal=loss, coefficient=causal.router.coefficient if factor is None else factor)
 
 

@@ -319,6 +319,6 @@ def describe(run: Run) -> JsonObject:
         "stages": [asdict(line) for line in run.stage_lines],
         "expected": None if run.prediction is None else run.prediction.for_boundaries(run.boundaries).as_json(),
         "certificate": _certificate(run),
-        "shared_memory": [axis for axis in AXES if shares_memory(run.context.groups.along(axis))],
+        "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
         "output_dir": str(run.spec.output_dir.resolve()),
     }

@@ -61,7 +61,8 @@ class Checkpoints:
         self._begun = time.monotonic()  # when the last save began
         self._saved = run.state  # the state when the newest save began
         self._state_of: tuple[int, int] | None = None  # (step, consumed samples) of the newest save
-        self._owns_directory = not (run.spec.inputs.may_hold_a_run or run.spec.args.overwrite_output_dir)
+        args = run.spec.args
+        self._owns_directory = args.resume_from_checkpoint is not None and not args.overwrite_output_dir
         self.newest: int | None = None
 
     def __enter__(self) -> Self:
@@ -281,4 +282,4 @@ def progress_of(run: Run) -> TrainingProgress:
 def stream_position(run: Run, consumed: int) -> JsonObject:
     """Return the position in training data with its own order; {} except on rank 0, which writes `state.json`."""
     data = run.spec.data.train
-    return data.position(consumed) if isinstance(data, OwnOrder) and run.context.groups.rank == 0 else {}
+    return data.position(consumed) if isinstance(data, OwnOrder) and run.groups.rank == 0 else {}

@@ -70,7 +70,7 @@ def begin_or_resume(run: Run) -> None:
     if run.spec.checkpoint is not None:
         resume(run, run.spec.checkpoint)
     else:
-        require_one_model(run.module, run.context.groups, run.spec.resolved.zero_stage)
+        require_one_model(run.module, run.groups, run.spec.resolved.zero_stage)
 
 
 def resume_named(run: Run, name: str | Path | bool) -> None:

@@ -135,7 +135,7 @@ def timed(job: Job, folder: str, times: int = 1) -> Timed:
         watch = _Watch(clock)
         samples = [{"input_ids": row["input_ids"] * times} for row in rows()] * arguments.max_steps
         trainer = Trainer(job.model, arguments, train_dataset=samples, callbacks=[watch])
-        if trainer.run.context.is_pipeline:
+        if trainer.run.spec.is_pipeline:
             trainer.engine.deepspeed.observe(Observer(begin=watch.begin, end=watch.end))
         trainer.train()
         trainer.close()

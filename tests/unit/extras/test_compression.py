@@ -24,7 +24,7 @@ from harness.extras.compression.reduction import (
     trial_size,
 )
 from harness.parallel.tensor.shard import Shard, mark
-from tests.unit.training.engine.test_sharing import CPU, context, groups
+from tests.unit.training.engine.test_sharing import groups, spec
 
 
 @pytest.mark.parametrize(
@@ -39,16 +39,16 @@ from tests.unit.training.engine.test_sharing import CPU, context, groups
 def test_bits_are_settled_before_the_engine_is_made(
     bits: Any, world: int, settled: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = context(world, gradient_compression={"bits": bits})
-    found = of_run.settled(run.resolved, run.groups, CPU, plain_console(0))
-    assert found == replace(run.resolved, gradient_bits=settled)
+    resolved = spec(world, gradient_compression={"bits": bits}).resolved
+    found = of_run.settled(resolved, groups(world), plain_console(0))
+    assert found == replace(resolved, gradient_bits=settled)
     said = capsys.readouterr().out
     assert said.startswith(says) and bool(said) is bool(says)
 
 
 def test_without_other_ranks_nothing_is_compressed() -> None:
     module = cast("Any", SimpleNamespace())  # it is not even looked at
-    assert of_run.reduction(module, groups(1), 8, CPU) is None
+    assert of_run.reduction(module, groups(1), 8) is None
 
 
 @pytest.mark.parametrize(

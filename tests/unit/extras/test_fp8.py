@@ -84,12 +84,11 @@ def test_ranks_that_share_a_sum_have_the_codes_of_the_whole_layer(monkeypatch: p
     torch.testing.assert_close(sum(halves), OWN(nn.Identity(), x, weight, None), rtol=1e-5, atol=1e-2)
 
 
-def context(**changes: Any) -> Any:
-    found = {"fp8": "emulate", "precision": "bf16", "device": torch.device("cpu"), **changes}
+def spec(**changes: Any) -> Any:
+    found = {"fp8": "emulate", "precision": "bf16", **changes}
     return SimpleNamespace(
         args=SimpleNamespace(fp8=found["fp8"]),
         resolved=SimpleNamespace(precision=found["precision"]),
-        device=found["device"],
     )
 
 
@@ -101,7 +100,7 @@ def test_linear_layers_of_decoder_layers_compute_in_fp8_and_nothing_else() -> No
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
         seed=0,
-        finish=fp8_layers(context(), source.config),
+        finish=fp8_layers(spec(), torch.device("cpu"), source.config),
     )
     built = build(causal)
     changed = {n for m in built.modules.values() for n, child in m.named_modules() if hasattr(child, "product")}
@@ -133,5 +132,5 @@ def test_a_run_that_cannot_compute_in_fp8_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(UserError) as told:
-        fp8_layers(context(**changes), LlamaConfig())
+        fp8_layers(spec(**changes), changes.get("device", torch.device("cpu")), LlamaConfig())
     assert str(told.value).startswith(refusal)

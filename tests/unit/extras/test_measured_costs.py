@@ -18,7 +18,7 @@ from harness.installed import read_run_config
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from harness.training.engine.context import EngineContext
+from harness.training.engine.spec import EngineSpec
 from harness.training.prepare.trainable import trainable_layers
 
 
@@ -29,11 +29,11 @@ def groups() -> Iterator[Groups]:
     yield build_groups(Layout.from_world(1, pp_size=1, tp_size=1))
 
 
-def context(groups: Groups, stages: int) -> EngineContext:
+def spec(stages: int) -> EngineSpec:
     config = {"train_batch_size": "auto", "pipeline": {"stages": stages}}
     args = TrainingArguments(deepspeed_config=config)
     resolved = read_run_config(args, world_size=stages).resolved
-    return EngineContext(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=1)
+    return EngineSpec(args=args, resolved=resolved, max_steps=1)
 
 
 def test_every_layer_is_timed_and_those_of_one_kind_once(groups: Any) -> None:
@@ -52,7 +52,7 @@ def test_every_layer_is_timed_and_those_of_one_kind_once(groups: Any) -> None:
     )
     before = {name: value.clone() for name, value in own.state_dict().items()}
     calls.clear()
-    found = measured_costs(model, context(groups, 2), torch.ones(3, 4), torch.zeros(3, 2))
+    found = measured_costs(model, spec(2), groups.device, torch.ones(3, 4), torch.zeros(3, 2))
     assert len(found) == 5 and min(found) > 0
     assert found[0] == found[1] == found[2]  # one kind, timed once
     assert calls.count(4) == 3 + 3 and calls.count(2) == 3 + 1  # three rounds, and one pass that hands on the values

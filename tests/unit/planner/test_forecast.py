@@ -41,8 +41,8 @@ def planned(
     env = LaunchEnv(world_size=ranks, local_world_size=ranks)
     args = TrainingArguments(deepspeed_config=config or STAGES, output_dir=str(tmp_path / "run"), max_steps=1)
     data = [{"input_ids": list(range(32))}] * 16
-    inputs = RunInputs(model=model, args=args, console=plain_console(0), env=env, **more)
-    return plan_run(inputs, UserData(train_dataset=data))
+    inputs = RunInputs(model=model, console=plain_console(0), env=env, **more)
+    return plan_run(args, inputs, UserData(train_dataset=data))
 
 
 def forecast_of(spec: RunSpec, ranks: int = 2) -> Forecast | None:

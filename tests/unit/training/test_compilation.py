@@ -14,7 +14,7 @@ from harness.checking import check
 from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
 from harness.parallel.compiling import Eager, compile_modules, waits_for_compiler
-from harness.training.engine.context import LayerTraits
+from harness.training.engine.spec import LayerTraits
 from harness.training.prepare.trainable import require_compilable
 
 

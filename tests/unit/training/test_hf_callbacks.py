@@ -252,8 +252,7 @@ def test_data_loaders_have_the_batches_that_training_and_evaluation_read(tmp_pat
     with pytest.raises(UserError, match="needs one eval_dataset"):
         trainer.get_eval_dataloader()
     layout = Layout(dp_size=4, cp_size=2)  # ranks 2 and 3 share the sequences of every second micro-batch
-    groups = replace(trainer.run.context.groups, layout=layout, coordinate=layout.coordinate(2))
-    trainer.run.context = replace(trainer.run.context, groups=groups)
+    trainer.run.groups = replace(trainer.run.groups, layout=layout, coordinate=layout.coordinate(2))
     assert [batch["labels"].shape[0] for batch in trainer.get_eval_dataloader("a")] == [2]
     trainer.close()
 

@@ -10,7 +10,7 @@ import pytest
 from harness.checking import resolve
 from harness.config import AutoValues
 from harness.config.text.document import from_text
-from harness.training.engine.context import can_keep_fp32, obstacle
+from harness.training.engine.spec import can_keep_fp32, obstacle
 
 CPU = {"device": "cpu"}
 

@@ -234,9 +234,9 @@ def test_a_key_for_huggingface_models_is_refused_for_a_list_of_layers(
     section: dict[str, object], tmp_path: Path
 ) -> None:
     config = {**CONFIG, "train_batch_size": 2, "gradient_accumulation_steps": 1, **section}
+    args = TrainingArguments(str(tmp_path), deepspeed_config=config, max_steps=1)
     inputs = RunInputs(
         model=[nn.Linear(2, 1)],
-        args=TrainingArguments(str(tmp_path), deepspeed_config=config, max_steps=1),
         console=plain_console(0),
         env=LaunchEnv(world_size=2, local_world_size=2),
         loss_fn=nn.functional.mse_loss,
@@ -244,4 +244,4 @@ def test_a_key_for_huggingface_models_is_refused_for_a_list_of_layers(
     with pytest.raises(
         UserError, match=r"(sequence_parallel|autoep_size|size|loss|feed_forward) needs a HuggingFace model"
     ):
-        plan_run(inputs, UserData(train_dataset=POINTS))
+        plan_run(args, inputs, UserData(train_dataset=POINTS))

@@ -86,7 +86,7 @@ def test_a_run_that_saves_the_model_alone_promises_no_resume() -> None:
         out = io.StringIO()
         console = Console(out=out, error=out, speaks=True)
         args, state = TrainingArguments(save_only_model=model_only), TrainerState(global_step=7)
-        spec = SimpleNamespace(args=args, inputs=SimpleNamespace(may_hold_a_run=False))
+        spec = SimpleNamespace(args=args)
         run = SimpleNamespace(spec=spec, state=state, console=console)
         checkpoints = Checkpoints(run, NonFinite("stop", console), lambda *_: None)  # type: ignore[arg-type]
         checkpoints.newest = saved

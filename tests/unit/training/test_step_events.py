@@ -34,7 +34,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 def run_with(trainer: Trainer, args: TrainingArguments, **changes: Any) -> Run:
-    spec = replace(trainer.run.spec, inputs=replace(trainer.run.spec.inputs, args=args), **changes)
+    spec = replace(trainer.run.spec, args=args, **changes)
     return replace(trainer.run, spec=spec)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from harness import TrainingArguments
@@ -13,9 +12,7 @@ from harness.installed import read_run_config
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
 from harness.training.engine.build import layer_finisher, secondary_size, zero3_partition
-from harness.training.engine.context import EngineContext
-
-CPU = torch.device("cpu")
+from harness.training.engine.spec import EngineSpec
 
 
 def groups(world: int, rank: int = 0) -> Groups:
@@ -34,10 +31,10 @@ def groups(world: int, rank: int = 0) -> Groups:
     )
 
 
-def context(world: int, rank: int = 0, **config: Any) -> EngineContext:
+def spec(world: int, **config: Any) -> EngineSpec:
     args = TrainingArguments(deepspeed_config={"train_batch_size": "auto", **config})
     resolved = read_run_config(args, world_size=world).resolved
-    return EngineContext(args=args, resolved=resolved, groups=groups(world, rank), device=CPU, max_steps=1)
+    return EngineSpec(args=args, resolved=resolved, max_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -50,18 +47,18 @@ def context(world: int, rank: int = 0, **config: Any) -> EngineContext:
     ],
 )
 def test_a_second_copy_is_shared_by_as_many_ranks_as_there_are(asked: dict[str, int], world: int, size: int) -> None:
-    run = context(world, zero_optimization={"stage": 3, **asked})
-    assert secondary_size(run) == size
+    run = spec(world, zero_optimization={"stage": 3, **asked})
+    assert secondary_size(run, groups(world)) == size
     # who keeps a second copy keeps more than a part of each parameter
-    assert (zero3_partition(run) is None) is (size > 1)
+    assert (zero3_partition(run, groups(world)) is None) is (size > 1)
 
 
 def test_each_rank_keeps_its_own_part_under_zero_3_and_all_below() -> None:
-    parts = [zero3_partition(context(4, rank, zero_optimization={"stage": 3})) for rank in range(4)]
+    parts = [zero3_partition(spec(4, zero_optimization={"stage": 3}), groups(4, rank)) for rank in range(4)]
     assert [(part.index, part.count) for part in parts if part is not None] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     for stage in (0, 1, 2):
-        run = context(4, zero_optimization={"stage": stage})
-        assert zero3_partition(run) is None
+        run = spec(4, zero_optimization={"stage": stage})
+        assert zero3_partition(run, groups(4)) is None
         layer = nn.Linear(2, 2)
-        layer_finisher(run, None)(layer)
+        layer_finisher(run, groups(4), None)(layer)
         assert list(map(tuple, (p.shape for p in layer.parameters()))) == [(2, 2), (2,)]  # left as it is

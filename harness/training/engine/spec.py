@@ -1,4 +1,4 @@
-"""The inputs for building an engine, the traits of its layers, and which parameters stay in float32."""
+"""The part of a run's specification that its engine is built from, the traits of its layers, what stays in float32."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class GradientCompression(Protocol):
     """Reduces gradients between data-parallel ranks in a few bits per element."""
 
-    def settled(self, resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
+    def settled(self, resolved: Resolved, groups: Groups, console: Console) -> Resolved:
         """Return the config with the number of bits (measured if "auto") and report it; all ranks call it."""
 
-    def reduction(self, module: StagedModule, groups: Groups, bits: int, device: torch.device) -> Compression | None:
+    def reduction(self, module: StagedModule, groups: Groups, bits: int) -> Compression | None:
         """Return the reduction that averages a stage's gradients in `bits` bits; None for a single data rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineContext:
-    """The inputs for building an engine: the run's arguments and config, this rank's groups and device.
+class EngineSpec:
+    """What an engine is built from, the same on all ranks; `RunSpec` adds the model and the data.
 
     Attributes:
-        compression: reduces gradients between data-parallel ranks if the config asks for it.
+        compression: the part that reduces gradients in few bits, if the config asks for it; None without that part.
         user_optimizer: the Trainer's `optimizers`; None for the optimizer of the JSON or the arguments.
     """
 
     args: TrainingArguments
     resolved: Resolved
-    groups: Groups
-    device: torch.device
     max_steps: int
     compression: GradientCompression | None = None
     user_optimizer: GivenOptimizer | None = None
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
         return DTYPES[self.resolved.precision]
 
     @property
