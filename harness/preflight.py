@@ -11,9 +11,10 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments, require_bitsandbytes, require_peft
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
-from harness.checkpoint.directories import optimizer_name, require_same_objective, require_same_optimizer
+from harness.checkpoint.directories import optimizer_name
 from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
+from harness.checkpoint.saved_run import SavedRun
 from harness.config.model.families import require_trainable_family
 from harness.data.files.sources import TOKENS, source_groups, validation_group
 from harness.data.inputs.early_checks import read_prompts
@@ -46,8 +47,9 @@ def check_before_start(
     if (env.rank == 0 or not args.rank_0_finds_checkpoint) and not args.may_read_checkpoint_back:
         resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
         if resume is not None:
-            require_same_optimizer(resume, optimizer_name(config.resolved))
-            require_same_objective(resume, "" if preference is None else preference.settings)
+            saved = SavedRun.read(resume)
+            saved.require_same_optimizer(optimizer_name(config.resolved))
+            saved.require_same_objective("" if preference is None else preference.settings)
     require_writable(output_dir)
     return config
 

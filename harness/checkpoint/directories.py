@@ -26,7 +26,7 @@ from harness.config import Resolved
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.optimizers import DEFAULT, find
+from harness.optimizers import DEFAULT
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -225,77 +225,6 @@ def _is_of(value: object, kind: object) -> bool:
 def optimizer_name(resolved: Resolved) -> str:
     """Return the name of a run's optimizer; the default's if the JSON names none."""
     return str(resolved.config.get("optimizer", {}).get("type", DEFAULT.name))
-
-
-def require_same_optimizer(checkpoint: Path, ours: str) -> None:
-    """Raise UserError if a checkpoint holds the state of another optimizer, or no optimizer state.
-
-    Layout, ZeRO stage and precision may differ. `ours` is the name of the run's optimizer.
-    """
-    progress = read_progress(checkpoint)
-    if progress.model_only:
-        raise UserError(
-            f"{checkpoint} contains only the model (--save_only_model), so no run can resume it: start a new run "
-            f"with --model_name_or_path {checkpoint}"
-        )
-    saved = progress.optimizer
-    theirs, own = find(saved), find(ours)
-    same_state = theirs is not None and own is not None and own.shares_state_with(theirs)
-    if saved and saved.lower() != ours.lower() and not same_state:
-        raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")
-
-
-def require_same_adapters(checkpoint: Path, adapters: str) -> None:
-    """Raise UserError if checkpoint and run have different adapters, or only one of them has adapters."""
-    saved = read_progress(checkpoint).adapters
-    if saved != adapters:
-        theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
-        other = " of another config" if saved and adapters else ""
-        raise UserError(
-            f"{checkpoint} contains {theirs}{other}, but this run trains {ours}: resume with the saved settings"
-        )
-
-
-def require_same_objective(checkpoint: Path, objective: str) -> None:
-    """Raise UserError if checkpoint and run have different objectives, or one of other settings."""
-    saved = read_progress(checkpoint).objective
-    if saved != objective:
-        theirs, ours = (text or "the next token" for text in (saved, objective))
-        raise UserError(f"{checkpoint} was trained on {theirs}, but this run on {ours}: resume with the saved settings")
-
-
-def require_same_base(checkpoint: Path, base: Mapping[str, str]) -> None:
-    """Raise UserError if a checkpoint's adapters were trained on another base model than the run's.
-
-    Only weights of the same name are compared: a model in memory may have other names than its files.
-
-    Args:
-        base: checksums of this run's base model, as in `TrainingProgress.base`.
-    """
-    saved = read_progress(checkpoint).base
-    for name in sorted(saved.keys() & base.keys()):
-        if saved[name] != base[name]:
-            raise UserError(
-                f"{checkpoint} contains adapters for another base model, whose {name} has other values than this "
-                "run's: resume with the saved base model"
-            )
-
-
-def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -> None:
-    """Raise UserError if a checkpoint's model has other layers, sizes or config values than the run's."""
-    saved = read_progress(checkpoint)
-    if saved.model and saved.model != model:
-        raise UserError(
-            f"{checkpoint} contains a model of {saved.model}, but this run's model has {model}: "
-            "resume with the saved model"
-        )
-    theirs, ours = saved.model_config, json.loads(json.dumps(model_config))
-    for name in sorted(theirs.keys() & ours.keys()):
-        if theirs[name] != ours[name]:
-            raise UserError(
-                f"{checkpoint} contains a model whose {name} is {theirs[name]}, but this run's has {ours[name]}: "
-                "resume with the saved model"
-            )
 
 
 def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tuple[int, str]]) -> Path:

@@ -15,8 +15,9 @@ import torch
 from safetensors import safe_open
 
 from harness.atomic import free_name, sync_folder
-from harness.checkpoint.directories import MANIFEST, RUN, STATE, numbered, read_progress, require_same_base
+from harness.checkpoint.directories import MANIFEST, RUN, STATE, numbered
 from harness.checkpoint.integrity import damage, is_checkpoint, newest_whole
+from harness.checkpoint.saved_run import SavedRun
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions, index_content
 from harness.config.model.files import INDEX, SINGLE, has_tokenizer, has_weights
 from harness.config.values.json_file import read_json
@@ -123,14 +124,14 @@ def _adapter_config(adapters: Path) -> JsonObject:
 
 def _require_base(adapters: Path, source: ModelSource) -> None:
     """Raise UserError if the run that trained the adapters had other weights under them."""
-    saved = [path for _, path in numbered(adapters)]
-    checkpoint = adapters if is_checkpoint(adapters) else next((path for path in saved if damage(path) is None), None)
-    if checkpoint is not None and (trained := read_progress(checkpoint).base):
+    found = [path for _, path in numbered(adapters)]
+    checkpoint = adapters if is_checkpoint(adapters) else next((path for path in found if damage(path) is None), None)
+    if checkpoint is not None and (saved := SavedRun.read(checkpoint)).progress.base:
         replaced = _adapter_config(adapters).get("modules_to_save") or ()
         ours = base_checksums(source, replaced)
-        if trained.keys().isdisjoint(ours):
+        if saved.progress.base.keys().isdisjoint(ours):
             raise UserError(f"{checkpoint} contains adapters for a model with other layers than {source.name}")
-        require_same_base(checkpoint, ours)
+        saved.require_same_base(ours)
 
 
 def _require_named_base(adapters: Path, weights: Path, base: str, *, is_given: bool) -> None:

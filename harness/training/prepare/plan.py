@@ -25,9 +25,6 @@ from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     TrainingProgress,
     optimizer_name,
-    require_same_adapters,
-    require_same_objective,
-    require_same_optimizer,
     set_aside_foreign,
     set_aside_newer,
 )
@@ -39,6 +36,7 @@ from harness.checkpoint.integrity import (
     unlisted,
     wait_until_seen,
 )
+from harness.checkpoint.saved_run import SavedRun
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
@@ -278,11 +276,13 @@ def checkpoint_to_resume(spec: RunSpec) -> Path | None:
     return checkpoint
 
 
-def require_same_training(checkpoint: Path, spec: RunSpec) -> None:
-    """Raise UserError if a checkpoint has other optimizer states, adapters, or another objective than the run."""
-    require_same_optimizer(checkpoint, spec.optimizer_name)
-    require_same_adapters(checkpoint, spec.adapter_fingerprint)
-    require_same_objective(checkpoint, spec.inputs.objective_settings)
+def require_same_training(checkpoint: Path, spec: RunSpec) -> SavedRun:
+    """Return the state in a checkpoint. Raises UserError if its optimizer, adapters or objective are not the run's."""
+    saved = SavedRun.read(checkpoint)
+    saved.require_same_optimizer(spec.optimizer_name)
+    saved.require_same_adapters(spec.adapter_fingerprint)
+    saved.require_same_objective(spec.inputs.objective_settings)
+    return saved
 
 
 def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
@@ -318,6 +318,17 @@ def resolve_for(
     resolved, max_steps = config.for_data(args, samples, hidden_size, **done)
     sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
     return resolved, max_steps, Layout.from_world(config.values.world_size, **sizes)
+
+
+def with_steps_left(spec: RunSpec, progress: TrainingProgress) -> RunSpec:
+    """Return the spec with the number of steps of a run that resumes at `progress`.
+
+    With --num_train_epochs it depends on the remaining samples, because the saved run may have had another global
+    batch.
+    """
+    samples = dataset_length(spec.data.train)
+    resolved, max_steps, _ = resolve_for(spec.source, spec.args, spec.config, samples, progress)
+    return replace(spec, resolved=resolved, max_steps=max_steps)
 
 
 def _require_for_layers(args: TrainingArguments, inputs: RunInputs) -> None:

@@ -25,9 +25,9 @@ from harness.batches.collate import MicroBatch, TokenCollator
 from harness.batches.evaluation import by_prefix, evaluation_digest
 from harness.batches.order import SeveralSources
 from harness.batches.stream import BatchStream, dataset_length
-from harness.checkpoint import directories
 from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
+from harness.checkpoint.saved_run import SavedRun
 from harness.checkpoint.trial import try_saving
 from harness.console import Console
 from harness.deepspeed.collectives import carry_collectives
@@ -82,7 +82,7 @@ from harness.training.prepare.plan import (
     checkpoint_to_resume,
     chosen_by_rank_0,
     intact_checkpoint,
-    resolve_for,
+    with_steps_left,
 )
 from harness.training.prepare.run import Run
 from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
@@ -107,12 +107,10 @@ def prepare_run(spec: RunSpec) -> Run:
     if spec.data.train is not None:
         try_saving(spec.output_dir, several_hosts=here.hosts > 1)
         _warn_of_locks(spec.output_dir, here, groups.rank, console)
-    spec = _with_steps_left(replace(spec, checkpoint=intact_checkpoint(spec, args)))
+    spec, saved = _with_checkpoint(spec)
     if spec.compression is not None and spec.resolved.gradient_bits != 0:
         spec = replace(spec, resolved=spec.compression.settled(spec.resolved, groups, console))
-    advice = spec.parts.placement_advice
-    if hosts.ids and advice is not None and (warning := advice(spec.layout, hosts)):  # rank 0 alone knows the hosts
-        console.warn(warning)
+    _warn_of_placement(spec, hosts)
     take_first_ranks(tensors_in_memory(spec.inputs.model, spec.source, spec.adaptation), groups.device, console)
 
     # 2. The first samples of the data are checked.
@@ -128,13 +126,15 @@ def prepare_run(spec: RunSpec) -> Run:
     # 3. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
     prediction = _predicted(spec, groups.device, sample, list(here.values))
     trainable = _trainable(spec, groups, sample)
+    if saved is not None:
+        saved.require_same_model(trainable.summary, trainable.shaping_config)
     if trainable.causal is not None:  # the vocabulary is now known: check ids against it
         data_check = _for_vocabulary(data_check, spec, trainable.causal.vocab_size)
     for line in [] if part is None else part.sample_lines(spec.data):  # lets the user spot a wrong loss mask
         console.say(line)
     base = all_or_none(lambda: _base_checksums(spec))
-    if (checkpoint := spec.checkpoint) is not None:
-        all_or_none(lambda: directories.require_same_base(checkpoint, base))
+    if saved is not None:
+        all_or_none(partial(saved.require_same_base, base))
     prompts = all_or_none(lambda: _prompts(spec, trainable))
     boundaries = choose_boundaries(trainable, spec, _measured_costs(spec, trainable, groups.device, sample))
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, spec.resolved.chunks)
@@ -238,17 +238,13 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, frozenset[dist.ProcessGroup]]
     return replace(spec, checkpoint=checkpoint), groups, foreign_groups
 
 
-def _with_steps_left(spec: RunSpec) -> RunSpec:
-    """Return the spec with the number of steps of a resumed run.
-
-    With --num_train_epochs it depends on the remaining samples, because the saved run may have had another global
-    batch.
-    """
-    if spec.checkpoint is None or spec.data.train is None:
-        return spec
-    samples, progress = dataset_length(spec.data.train), directories.read_progress(spec.checkpoint)
-    resolved, max_steps, _ = resolve_for(spec.source, spec.args, spec.config, samples, progress)
-    return replace(spec, resolved=resolved, max_steps=max_steps)
+def _with_checkpoint(spec: RunSpec) -> tuple[RunSpec, SavedRun | None]:
+    """Return the spec with the intact checkpoint to resume and the steps left, and the state in that checkpoint."""
+    spec = replace(spec, checkpoint=intact_checkpoint(spec, spec.args))
+    if spec.checkpoint is None:
+        return spec, None
+    saved = SavedRun.read(spec.checkpoint)
+    return spec if spec.data.train is None else with_steps_left(spec, saved.progress), saved
 
 
 def _warn_of_locks(output_dir: Path, here: HostValues[int], rank: int, console: Console) -> None:
@@ -260,6 +256,13 @@ def _warn_of_locks(output_dir: Path, here: HostValues[int], rank: int, console: 
             f"{output_dir}: file locks are not shared between hosts: a second run on another host is not refused; "
             "this run notices it at its next save"
         )
+
+
+def _warn_of_placement(spec: RunSpec, hosts: Hosts) -> None:
+    """Warn on rank 0, which alone knows the hosts, if tensor-parallel groups cross hosts."""
+    advice = spec.parts.placement_advice
+    if hosts.ids and advice is not None and (warning := advice(spec.layout, hosts)):
+        spec.console.warn(warning)
 
 
 def _data_check(spec: RunSpec, groups: Groups) -> DatasetCheck:
@@ -346,8 +349,6 @@ def _trainable(spec: RunSpec, groups: Groups, sample: MicroBatch | None) -> Trai
             verify_sharding = needed(verify_sharding, "--verify_plan on", "harness.verify")
         if verify_sharding is not None:
             verify_sharding(trainable.causal, spec, groups, spec.console)
-    if spec.checkpoint is not None:
-        directories.require_same_model(spec.checkpoint, trainable.summary, trainable.shaping_config)
     if isinstance(spec.data.train, SeveralSources):
         return replace(trainable, loss=reporting_sources(trainable.loss, spec.data.train.short_names))
     return trainable

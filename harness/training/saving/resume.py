@@ -10,19 +10,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
 from harness.batches.order import OwnOrder
-from harness.batches.stream import dataset_length
 from harness.checkpoint import training_state
-from harness.checkpoint.directories import (
-    TrainingProgress,
-    read_manifest,
-    read_progress,
-    require_same_base,
-    require_same_model,
-)
+from harness.checkpoint.directories import TrainingProgress, read_manifest
 from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_id
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
@@ -32,7 +26,7 @@ from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, broadcast_object
 from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.prepare.one_model import require_one_model
-from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, require_same_training, resolve_for
+from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, require_same_training, with_steps_left
 from harness.training.prepare.run import Run
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import restore_best
@@ -89,12 +83,11 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
         raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {spec.output_dir}")
     if checkpoint is None:
         return
-    require_same_training(checkpoint, spec)
-    all_or_none(lambda: require_same_base(checkpoint, run.base_checksums))
-    require_same_model(checkpoint, run.trainable.summary, run.trainable.shaping_config)
+    saved = require_same_training(checkpoint, spec)
+    all_or_none(partial(saved.require_same_base, run.base_checksums))
+    saved.require_same_model(run.trainable.summary, run.trainable.shaping_config)
     if spec.data.train is not None:
-        samples, progress = dataset_length(spec.data.train), read_progress(checkpoint)
-        _, steps, _ = resolve_for(spec.source, spec.args, spec.config, samples, progress)
+        steps = with_steps_left(spec, saved.progress).max_steps
         if steps != spec.max_steps:  # the learning-rate schedule is already built for max_steps
             raise UserError(
                 f"train(resume_from_checkpoint={name!r}): {checkpoint} was saved with another global batch, so "

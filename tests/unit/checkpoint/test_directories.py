@@ -28,13 +28,11 @@ from harness.checkpoint.directories import (
     prune,
     read_progress,
     remove,
-    require_same_adapters,
-    require_same_model,
-    require_same_optimizer,
     set_aside_foreign,
     set_aside_newer,
 )
 from harness.checkpoint.integrity import damage
+from harness.checkpoint.saved_run import SavedRun
 from harness.config import AutoValues, Resolved
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import progress, save
@@ -275,15 +273,15 @@ def test_the_state_of_an_optimizer_is_for_one_of_its_kind(
 ) -> None:
     assert optimizer_name(using(ours)) == (ours or "AdamW")
     if fits:
-        require_same_optimizer(state(tmp_path, optimizer=saved), optimizer_name(using(ours)))
+        SavedRun.read(state(tmp_path, optimizer=saved)).require_same_optimizer(optimizer_name(using(ours)))
         return
     with pytest.raises(UserError, match=f"contains the state of {saved}, but this run uses {ours}: use the saved one"):
-        require_same_optimizer(state(tmp_path, optimizer=saved), optimizer_name(using(ours)))
+        SavedRun.read(state(tmp_path, optimizer=saved)).require_same_optimizer(optimizer_name(using(ours)))
 
 
 def test_a_checkpoint_of_the_model_alone_is_no_place_to_go_on_from(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"start a new run with --model_name_or_path {tmp_path}"):
-        require_same_optimizer(state(tmp_path, model_only=True), "AdamW")
+        SavedRun.read(state(tmp_path, model_only=True)).require_same_optimizer("AdamW")
 
 
 @pytest.mark.parametrize(
@@ -298,10 +296,10 @@ def test_a_checkpoint_of_the_model_alone_is_no_place_to_go_on_from(tmp_path: Pat
 )
 def test_adapters_go_on_as_what_they_were(saved: str, ours: str, words: str | None, tmp_path: Path) -> None:
     if words is None:
-        require_same_adapters(state(tmp_path, adapters=saved), ours)
+        SavedRun.read(state(tmp_path, adapters=saved)).require_same_adapters(ours)
         return
     with pytest.raises(UserError, match=words):
-        require_same_adapters(state(tmp_path, adapters=saved), ours)
+        SavedRun.read(state(tmp_path, adapters=saved)).require_same_adapters(ours)
 
 
 @pytest.mark.parametrize(
@@ -319,9 +317,9 @@ def test_a_model_goes_on_with_the_config_that_shapes_it(
 ) -> None:
     saved = state(tmp_path, model="6 layers", model_config=theirs)
     with pytest.raises(UserError, match=r"contains a model of 6 layers, but this run's model has 5 layers"):
-        require_same_model(saved, "5 layers", ours)
+        SavedRun.read(saved).require_same_model("5 layers", ours)
     if words is None:
-        require_same_model(saved, "6 layers", ours)
+        SavedRun.read(saved).require_same_model("6 layers", ours)
         return
     with pytest.raises(UserError, match=words):
-        require_same_model(saved, "6 layers", ours)
+        SavedRun.read(saved).require_same_model("6 layers", ours)

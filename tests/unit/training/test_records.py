@@ -21,10 +21,10 @@ from harness.checkpoint.directories import (
     partial_name,
     prune,
     remove,
-    require_same_model,
     set_aside_newer,
 )
 from harness.checkpoint.integrity import find_resume, newest
+from harness.checkpoint.saved_run import SavedRun
 from harness.console import plain_console, quiet
 from harness.hf.skeleton import read_source
 from harness.training.prepare.preparation import report_origin
@@ -141,11 +141,11 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> N
     (tmp_path / partial_name(1)).mkdir()
     config = {"rope_theta": 10000.0, "num_attention_heads": 4, "layer_types": ["full", "full"]}
     saved = finish(tmp_path, replace(progress(1), model="3 layers", model_config=config), {})
-    require_same_model(saved, "3 layers", {**config, "of_a_later_version": 1})
+    SavedRun.read(saved).require_same_model("3 layers", {**config, "of_a_later_version": 1})
     with pytest.raises(UserError, match=r"contains a model of 3 layers, but this run's model has 4 layers"):
-        require_same_model(saved, "4 layers", config)
+        SavedRun.read(saved).require_same_model("4 layers", config)
     with pytest.raises(UserError, match=r"a model whose num_attention_heads is 4, but this run's has 8: resume with"):
-        require_same_model(saved, "3 layers", {**config, "num_attention_heads": 8, "rope_theta": 5.0})
+        SavedRun.read(saved).require_same_model("3 layers", {**config, "num_attention_heads": 8, "rope_theta": 5.0})
 
 
 def test_chatter_goes_to_the_log_and_rank_0_still_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,10 @@ from harness.checkpoint.directories import (
     finish,
     optimizer_name,
     partial_name,
-    require_same_optimizer,
     set_aside,
 )
 from harness.checkpoint.integrity import find_resume
+from harness.checkpoint.saved_run import SavedRun
 from harness.installed import read_run_config
 from harness.training.engine.optimizer import advance_schedule
 from harness.training.saving.resume import changes, hyperparameters
@@ -122,14 +122,15 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = saved_by(tmp_path, optimizer="AdamW")
     args = TrainingArguments()
     plain, _ = read_run_config(args, world_size=1).for_data(args, None)
-    require_same_optimizer(saved, optimizer_name(plain))
+    SavedRun.read(saved).require_same_optimizer(optimizer_name(plain))
     assert optimizer_name(plain) == "AdamW"
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     args = TrainingArguments(deepspeed_config=config, learning_rate=0.1)
     other, _ = read_run_config(args, world_size=1).for_data(args, None)
     with pytest.raises(UserError, match="contains the state of AdamW, but this run uses SGD"):
-        require_same_optimizer(saved, optimizer_name(other))
-    require_same_optimizer(saved_by(tmp_path / "adam", optimizer="Adam", layout="pp2", zero_stage=3), "AdamW")
+        SavedRun.read(saved).require_same_optimizer(optimizer_name(other))
+    elsewhere = saved_by(tmp_path / "adam", optimizer="Adam", layout="pp2", zero_stage=3)
+    SavedRun.read(elsewhere).require_same_optimizer("AdamW")
 
 
 def test_a_checkpoint_of_a_run_elsewhere_does_not_go_on_in_a_used_folder(tmp_path: Path) -> None:
