@@ -9,25 +9,25 @@ no copy, no graph node. All ranks of the group must call the functions in the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.parallel.collectives import all_gather, all_reduce, all_reduce_max
+from harness.parallel.collectives import all_gather, all_reduce, all_reduce_max, start_reduce_scatter
 from harness.parallel.compiling import Eager
 
 Context: TypeAlias = Any
 """The context that torch passes from forward to backward: an object that takes any attribute."""
 
 # Names of the autograd nodes at which a walk from the output to the inputs enters and leaves split values.
-INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward", "_ScatterSequenceBackward"})
+INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "GatherFromGroupBackward", "_ScatterSequenceBackward"})
 OUT_OF_SPLIT = frozenset(
-    {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"}
+    {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "SplitToGroupBackward"}
 )
 # The same for values of all tokens and of a shard of the sequence: see `harness.parallel.tensor.sequence`.
 GATHERS_SHARES, SPLITS_SEQUENCE = "_GatherSequenceBackward", "_SplitSequenceBackward"
@@ -94,7 +94,7 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequen
     """
     if group_size(group) == 1:
         return x
-    return apply(_GatherFromGroup, x, group, tuple(widths) or (x.shape[-1],) * group_size(group))
+    return apply(GatherFromGroup, x, group, tuple(widths) or (x.shape[-1],) * group_size(group), -1)
 
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
@@ -108,7 +108,7 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
     widths = tuple(widths) or (x.shape[-1] // size,) * size
     if sum(widths) != x.shape[-1]:
         raise ValueError(f"a last dimension of {x.shape[-1]} cannot be split over {size} ranks as {widths}")
-    return apply(_SplitToGroup, x, group, widths)
+    return apply(SplitToGroup, x, group, widths, -1)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -125,15 +125,70 @@ def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return all_reduce_max(x, group)
 
 
-def _join(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-    padded = pad(x, (0, max(widths) - x.shape[-1])).contiguous()  # collectives need one size on all ranks
-    shares = zip(all_gather(padded, group), widths, strict=True)
-    return torch.cat([share[..., :width] for share, width in shares], dim=-1)
+def join_shards(shard: Tensor, group: dist.ProcessGroup, widths: Sequence[int], dim: int = 1) -> Tensor:
+    """All-gather shards that have `widths` entries along `dim`, without an autograd graph."""
+    parts = all_gather(_padded(shard, max(widths), dim).contiguous(), group)
+    return torch.cat([part.narrow(dim, 0, width) for part, width in zip(parts, widths, strict=True)], dim=dim)
 
 
-def _own_share(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
+def own_shard(whole: Tensor, group: dist.ProcessGroup, widths: Sequence[int], dim: int = 1) -> Tensor:
+    """Return a copy of this rank's entries along `dim`."""
     rank = group_rank(group)
-    return x.narrow(-1, sum(widths[:rank]), widths[rank]).contiguous()
+    return whole.narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
+
+
+def start_sum_of_shard(
+    partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int], dim: int = 1
+) -> Callable[[], Tensor]:
+    """Begin a reduce-scatter of `partial` along `dim`; return a function that waits for this rank's shard."""
+    parts = torch.cat([_padded(part, max(widths), dim) for part in partial.split(list(widths), dim)])
+    scattered = start_reduce_scatter(parts, group)
+
+    def shard() -> Tensor:
+        total, own = scattered(), widths[group_rank(group)]
+        return total if own == total.shape[dim] else total.narrow(dim, 0, own).contiguous()
+
+    return shard
+
+
+def sum_of_shard(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int], dim: int = 1) -> Tensor:
+    """Reduce-scatter `partial` along `dim` to this rank's shard."""
+    return start_sum_of_shard(partial, group, widths, dim)()
+
+
+def _padded(shard: Tensor, width: int, dim: int) -> Tensor:
+    """Pad a shard to `width` entries along `dim`, because collectives need the same size on all ranks."""
+    missing = width - shard.shape[dim]
+    behind = (0, 0) * (shard.dim() - 1 - dim % shard.dim())
+    return pad(shard, (*behind, 0, missing)) if missing else shard
+
+
+class MoveShards(torch.autograd.Function):
+    """Moves shards between the ranks of a group, and their gradients back.
+
+    A subclass is a pair of functions of (tensor, group, widths, dim), each the other's transpose. The walk over the
+    graph in `partial_gradients` knows a node by the name of its subclass.
+    """
+
+    forth: ClassVar[Callable[..., Tensor]]
+    back: ClassVar[Callable[..., Tensor]]
+
+    @classmethod
+    def forward(cls, ctx: Context, x: Tensor, *how: object) -> Tensor:
+        ctx.how = how
+        return cls.forth(x, *how)
+
+    @classmethod
+    def backward(cls, ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return cls.back(grad, *ctx.how), None, None, None
+
+
+class GatherFromGroup(MoveShards):
+    forth, back = staticmethod(join_shards), staticmethod(own_shard)
+
+
+class SplitToGroup(MoveShards):
+    forth, back = staticmethod(own_shard), staticmethod(join_shards)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -168,27 +223,3 @@ class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _GatherFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group = group
-        ctx.widths = widths
-        return _join(x, group, widths)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_share(grad, ctx.group, ctx.widths), None, None
-
-
-class _SplitToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group = group
-        ctx.widths = widths
-        return _own_share(x, group, widths)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grad, ctx.group, ctx.widths), None, None

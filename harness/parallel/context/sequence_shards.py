@@ -18,8 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.model.sharding import Range, shard_range
-from harness.parallel.comm import Context, apply, group_rank, group_size
-from harness.parallel.tensor.sequence import join_shares, start_reduce
+from harness.parallel.comm import (
+    Context,
+    MoveShards,
+    apply,
+    group_rank,
+    group_size,
+    join_shards,
+    sum_of_shard,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,7 @@ class ContextParallel:
         """
         if self.group is None:
             return share
-        joined = apply(_JoinShards, share.movedim(dim, 1).contiguous(), self.group, self.widths(length))
+        joined = apply(_JoinShards, share.movedim(dim, 1).contiguous(), self.group, self.widths(length), 1)
         return joined.movedim(1, dim)
 
 
@@ -116,16 +123,8 @@ def _is_flat(x: Tensor, batch: int, tokens: int) -> bool:
     return x.dim() == 2 and x.shape[0] == batch * tokens
 
 
-class _JoinShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group = group
-        ctx.widths = widths
-        return join_shares(share, group, widths)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_reduce(grad, ctx.group, ctx.widths)(), None, None
+class _JoinShards(MoveShards):
+    forth, back = staticmethod(join_shards), staticmethod(sum_of_shard)
 
 
 def exchange_heads(x: Tensor, heads: list[Range], context: ContextParallel, length: int) -> Tensor:

@@ -9,18 +9,27 @@ sequence. A hidden state may also have the shape [batch * sequence, width].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from harness.config.model.sharding import shard_range
-from harness.parallel.collectives import all_gather, start_reduce_scatter
-from harness.parallel.comm import Context, apply, group_rank, group_size
+from harness.parallel.comm import (
+    Context,
+    MoveShards,
+    SplitToGroup,
+    apply,
+    group_rank,
+    group_size,
+    join_shards,
+    own_shard,
+    start_sum_of_shard,
+    sum_of_shard,
+)
 from harness.parallel.compiling import Eager
 from harness.parallel.tensor.shared_input import SharedInput, attach, forget, keep_copy
 from harness.parallel.weight_gradients import accumulate
@@ -76,7 +85,7 @@ class SequenceShare:
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Reduce-scatter a partial hidden state [batch, sequence, width] to this rank's share."""
-        share = apply(_ScatterSequence, self.with_batch(partial), self.group, self.widths)
+        share = apply(_ScatterSequence, self.with_batch(partial), self.group, self.widths, 1)
         return share.flatten(0, 1) if partial.dim() == 2 else share
 
     def split(self, whole: Tensor) -> Tensor:
@@ -101,7 +110,7 @@ def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's share of [batch, sequence, ...]. Backward: all-gather the gradient."""
-    return apply(_SplitSequence, whole, group, widths_of(whole.shape[1], group))
+    return apply(_SplitSequence, whole, group, widths_of(whole.shape[1], group), 1)
 
 
 def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
@@ -134,39 +143,6 @@ def _gather(
     return both
 
 
-def join_shares(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
-    """All-gather shares [batch, tokens, ...] of `widths` tokens, without an autograd graph."""
-    padded = _padded(share, max(widths))
-    shares = [part[:, :width] for part, width in zip(all_gather(padded, group), widths, strict=True)]
-    return torch.cat(shares, dim=1)
-
-
-def start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Callable[[], Tensor]:
-    """Begin a reduce-scatter of `partial` [batch, sequence, ...]; return a function that waits for this rank's share.
-
-    The share is [batch, tokens, ...].
-    """
-    parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
-    scattered = start_reduce_scatter(parts, group)
-
-    def share() -> Tensor:
-        total, own = scattered(), widths[group_rank(group)]
-        return total if own == total.shape[1] else total[:, :own].contiguous()
-
-    return share
-
-
-def _own_share(whole: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
-    rank = group_rank(group)
-    return whole.narrow(1, sum(widths[:rank]), widths[rank]).contiguous()
-
-
-def _padded(share: Tensor, tokens: int) -> Tensor:
-    """Pad a share to `tokens` tokens, because collectives need the same size on all ranks."""
-    behind = (0, 0) * (share.dim() - 2)
-    return pad(share, (*behind, 0, tokens - share.shape[1])) if share.shape[1] < tokens else share
-
-
 class _GatherSequence(torch.autograd.Function):
     """Returns the whole hidden state twice: one output for whole gradients, one for partial ones."""
 
@@ -178,7 +154,7 @@ class _GatherSequence(torch.autograd.Function):
         ctx.group = group
         ctx.widths = widths
         attach(ctx, shared)
-        whole = join_shares(share, group, widths)
+        whole = join_shards(share, group, widths)
         return whole, whole.detach()  # detached, so that the two outputs are two tensors for autograd
 
     @staticmethod
@@ -186,33 +162,17 @@ class _GatherSequence(torch.autograd.Function):
         ctx: Context, whole_grad: Tensor | None, partial_grad: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
         forget(ctx)
-        grads = [] if whole_grad is None else [_own_share(whole_grad, ctx.group, ctx.widths)]
+        grads = [] if whole_grad is None else [own_shard(whole_grad, ctx.group, ctx.widths)]
         if partial_grad is not None:
-            share = start_reduce(partial_grad, ctx.group, ctx.widths)
+            share = start_sum_of_shard(partial_grad, ctx.group, ctx.widths)
             accumulate(ctx.products)  # weight gradients, while the reduce-scatter is under way
             grads.append(share())
         return sum(grads[1:], grads[0]) if grads else None, None, None, None
 
 
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, partial: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group = group
-        ctx.widths = widths
-        return start_reduce(partial, group, widths)()
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return join_shares(grad, ctx.group, ctx.widths), None, None
+class _ScatterSequence(MoveShards):
+    forth, back = staticmethod(sum_of_shard), staticmethod(join_shards)
 
 
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, whole: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group = group
-        ctx.widths = widths
-        return _own_share(whole, group, widths)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return join_shares(grad, ctx.group, ctx.widths), None, None
+class _SplitSequence(SplitToGroup):
+    """The same as its base, under the name by which a walk over the graph finds where the sequence is split."""
