@@ -614,6 +614,11 @@ class Trainer:
         return self.run.state
 
     @property
+    def console(self) -> Console:
+        """Where the run prints."""
+        return self.run.console
+
+    @property
     def stream(self) -> BatchStream | None:
         """This rank's training samples; None without training data."""
         return self.run.stream

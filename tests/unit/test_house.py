@@ -90,11 +90,6 @@ CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popi
 USED_BY_ALL = {"atomic", "errors", "spelling", "wording"}
 OF_CONFIGS = {"completion", "console", "preconditions", "uncaught", "verb_parser"}
 
-# Imports for types alone that would close a circle, and why.
-FOR_TYPES_ALONE = {
-    ("harness.training.callbacks", "harness.training.trainer"): "callbacks are given the Trainer that calls them",
-}
-
 # What a size or a thing is called elsewhere or was called here, and its one name in this project. See docs/glossary.md.
 ONE_NAME = {
     "pp_size": ("num_pp", "pp_degree", "pipeline_size", "n_stages", "stage_count", "pipeline_override"),
@@ -241,8 +236,6 @@ def test_no_import_goes_in_a_circle():
     graph = {
         name: {target for target in imported(path) if target in MODULES} - {name} for name, path in MODULES.items()
     }
-    for name, target in FOR_TYPES_ALONE:
-        graph[name].remove(target)
     while leaves := {name for name, targets in graph.items() if not targets}:
         graph = {name: targets - leaves for name, targets in graph.items() if name not in leaves}
     assert graph == {}, "these modules import each other, or import such a module"
@@ -262,7 +255,7 @@ def test_no_two_folders_import_each_other():
         (folder_of(name), folder_of(target))
         for name, path in MODULES.items()
         for target in imported(path)
-        if target in MODULES and (name, target) not in FOR_TYPES_ALONE
+        if target in MODULES
     }
     assert {(one, other) for one, other in pairs if one < other and (other, one) in pairs} == set()
 

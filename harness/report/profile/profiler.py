@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
 from harness.arguments import TrainingArguments
 from harness.checkpoint.directories import set_aside
@@ -65,7 +65,7 @@ class ProfileCallback(TrainerCallback):
     ) -> None:
         """Start measuring if this step is to be profiled."""
         self._stop()  # the step before may have failed without on_step_end
-        step, run = state.global_step + 1, kwargs["trainer"].run
+        step, run = state.global_step + 1, cast("Run", kwargs["trainer"].run)
         if self._boundaries != run.boundaries:
             self._memory = {}  # layers have moved
             self._boundaries = run.boundaries
@@ -87,7 +87,7 @@ class ProfileCallback(TrainerCallback):
         if measured.memory is not None:
             self._memory = measured.memory.end()
         if measured.is_timed:
-            run = kwargs["trainer"].run
+            run = cast("Run", kwargs["trainer"].run)
             own = replace(measured.profile(run, self._offset.seconds), memory_bytes=self._memory)
             self._keep(run, state.global_step, gather_object(own))
 
@@ -96,7 +96,7 @@ class ProfileCallback(TrainerCallback):
     ) -> None:
         """Write the profile, with a warning, if the run ended before all steps were profiled."""
         if self._is_open:
-            run = kwargs["trainer"].run
+            run = cast("Run", kwargs["trainer"].run)
             self._write(run, [], is_last=True)
             run.console.warn(f"--profile {self.steps}: the run ended after {counted(self._count, 'profiled step')}")
 

@@ -11,15 +11,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, TypedDict, Unpack
 
 from harness.arguments import TrainingArguments
 from harness.atomic import replace_text
 from harness.config.values.json_object import JsonObject
+from harness.console import Console
 from harness.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.training.trainer import Trainer
+    from torch import nn
+
+    from harness.training.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +151,47 @@ class TrainerControl:
             raise UserError("control.should_epoch_stop: no epoch ends early here: set should_training_stop")
 
 
+class CallingTrainer(Protocol):
+    """The Trainer that calls a callback."""
+
+    @property
+    def run(self) -> object:
+        """The live run, a `harness.training.prepare.run.Run`."""
+
+    @property
+    def console(self) -> Console:
+        """Where the run prints."""
+
+    @property
+    def engine(self) -> Engine:
+        """The current engine."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's layers, and the config."""
+
+    @property
+    def processing_class(self) -> object:
+        """The tokenizer."""
+
+    @property
+    def eval_dataset(self) -> object:
+        """The evaluation data as tokens."""
+
+    def evaluate(self) -> JsonObject:
+        """Evaluate; return the metrics."""
+
+    def save_checkpoint(self) -> Path:
+        """Write a checkpoint and wait for it."""
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Write the model as a HuggingFace directory."""
+
+
 class MomentValues(TypedDict, total=False):
     """The keyword arguments of callbacks; only some methods get `record`, `logs`, `metrics` or `checkpoint`."""
 
-    trainer: Trainer
+    trainer: CallingTrainer
     model: object
     processing_class: object
     optimizer: object
@@ -261,7 +301,7 @@ def take_out(callbacks: list[TrainerCallback], wanted: AnyCallback) -> TrainerCa
     return None
 
 
-GIVEN: Mapping[str, Callable[[Trainer], object]] = {
+GIVEN: Mapping[str, Callable[[CallingTrainer], object]] = {
     "trainer": lambda trainer: trainer,
     "model": lambda trainer: trainer.model,
     "processing_class": lambda trainer: trainer.processing_class,
@@ -300,7 +340,7 @@ def reads_between_steps(kind: type) -> bool:
     return acts and bool(getattr(kind, "reads_weights", True))
 
 
-def keywords(function: Callable[..., object], trainer: Trainer) -> dict[str, object]:
+def keywords(function: Callable[..., object], trainer: CallingTrainer) -> dict[str, object]:
     """Return the keyword arguments of GIVEN that a callback's function accepts."""
     taken = _parameters(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())

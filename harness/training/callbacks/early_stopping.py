@@ -36,11 +36,11 @@ class EarlyStoppingCallback(TrainerCallback):
 
         Raises UserError if there are several evaluation data sets and `metric_for_best_model` names no metric of one.
         """
-        run = kwargs["trainer"].run
-        require_metric_of_one(args, run.spec.data.evaluation)
+        trainer = kwargs["trainer"]
+        require_metric_of_one(args, trainer.eval_dataset)
         if state.evaluations_without_best >= self.patience:
             control.should_training_stop = True
-            run.console.say(
+            trainer.console.say(
                 f"early stopping at step {state.global_step}: no improvement in "
                 f"{counted(state.evaluations_without_best, 'evaluation')}; a larger patience continues the run"
             )

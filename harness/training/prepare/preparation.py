@@ -116,10 +116,7 @@ def prepare_run(spec: RunSpec) -> Run:
     # 2. The first samples of the data are checked.
     data_check = _data_check(spec, groups)
     sample = _first_samples(data_check, spec)
-    if spec.source is not None and sample is not None and not data_check.own_loss and meaning_of(sample) == OTHERS:
-        console.say(
-            "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
-        )
+    _note_other_labels(data_check, sample, console)
     part = spec.parts.data
     if part is not None and spec.source is not None:
         spec = replace(spec, source=part.stop_at_answers(spec.source, spec.data, console))
@@ -279,6 +276,14 @@ def _data_check(spec: RunSpec, groups: Groups) -> DatasetCheck:
         own_loss=any(own is not None for own in (inputs.loss_fn, inputs.compute_loss_func, inputs.objective)),
         require_packable=spec.parts.require_packable,
     )
+
+
+def _note_other_labels(check: DatasetCheck, sample: MicroBatch | None, console: Console) -> None:
+    """Tell the user how the loss reads labels that are not the tokens."""
+    if check.source is not None and sample is not None and not check.own_loss and meaning_of(sample) == OTHERS:
+        console.say(
+            "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
+        )
 
 
 def _for_vocabulary(check: DatasetCheck, spec: RunSpec, size: int) -> DatasetCheck:
