@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.arguments import TrainingArguments
+from harness.data.continuation import continued
 from harness.data.inputs.early_checks import read_prompts
 from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer, SpecialTokens, Tokenizer, encode, known
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, position_limit
-from harness.training.parts.data import Datasets, SamplePrompts
+from harness.training.engine.engine import Engine
+from harness.training.parts.data import Datasets
 from harness.wording import counted
 
 
-def sample_prompts(args: TrainingArguments, data: Datasets, source: ModelSource, vocabulary: int) -> SamplePrompts:
+@dataclass(frozen=True, kw_only=True)
+class TokenisedPrompts:
+    """The prompts as token ids.
+
+    Attributes:
+        texts: the prompts for reports.
+        ids: the token ids of each prompt.
+        most: largest number of tokens of a continuation.
+        length: number of tokens of the longest prompt with its continuation.
+        end: the id that ends a continuation, or None.
+        decode: converts ids to text.
+    """
+
+    texts: list[str]
+    ids: list[list[int]]
+    most: int
+    length: int
+    end: int | None
+    decode: Callable[[list[int]], str]
+
+    def continued(self, engine: Engine) -> list[str]:
+        """Return the model's continuation of each prompt; all ranks call it and get the same result."""
+        return [self.decode(made) for made in continued(engine, self.ids, self.most, self.length, self.end)]
+
+
+def sample_prompts(args: TrainingArguments, data: Datasets, source: ModelSource, vocabulary: int) -> TokenisedPrompts:
     """Return the prompts of `--sample_prompts` for a model with `vocabulary` ids.
 
     Raises UserError if the model cannot take them, or the run has no evaluations.
@@ -35,7 +63,7 @@ def sample_prompts(args: TrainingArguments, data: Datasets, source: ModelSource,
             size = f"{counted(len(row), 'token')}, and the model has {limit} positions and {vocabulary} ids"
             raise UserError(f"{file}: prompt {number} has {size}: correct it")
     length = max(map(len, ids)) + args.sample_tokens
-    return SamplePrompts(
+    return TokenisedPrompts(
         texts=[prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts],
         ids=ids,
         most=args.sample_tokens,

@@ -6,7 +6,7 @@ outputs that the loss receives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from harness.batches.collate import IGNORED
-from harness.batches.evaluation import EvaluationBatch
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
-from harness.topology.agreement import all_gather_object, any_rank, host_group
+from harness.topology.agreement import all_gather_object, host_group
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Labels, Outputs, Targets
 
@@ -120,47 +119,3 @@ def _join(arrays: tuple[Array, ...]) -> Array:
         whole[(slice(start, start + len(array)), *map(slice, array.shape[1:]))] = array
         start += len(array)
     return whole
-
-
-def continued(
-    engine: Engine, prompts: Sequence[Sequence[int]], most: int, length: int, ends: int | None
-) -> list[list[int]]:
-    """Continue each prompt greedily by at most `most` tokens, up to `length` tokens with the prompt.
-
-    A continuation stops before the id `ends`. All ranks call it and get the same result, up to rounding differences
-    between data ranks. There is no key-value cache: every token costs a forward pass of all prompts.
-    """
-    rows = [list(prompt) for prompt in prompts]
-    done = [False] * len(rows)
-    # Ranks may round differently and finish at different tokens; all must call the same forward passes.
-    while any_rank(not all(done)):
-        new = _next_tokens(engine, rows, length)
-        for index, token in enumerate(new):
-            if not done[index] and token != ends:
-                rows[index].append(token)
-            done[index] = done[index] or token == ends or len(rows[index]) == min(length, len(prompts[index]) + most)
-    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
-
-
-def _next_tokens(engine: Engine, rows: Sequence[list[int]], length: int) -> list[int]:
-    """Return the most likely next token of each row; each row is a micro-batch, padded on the right to `length`."""
-    found: list[torch.Tensor] = []
-
-    def note(outputs: Outputs, targets: Targets) -> None:
-        logits = engine.loss.loss.kept(outputs, targets)
-        found.append(logits[0, len(rows[len(found)]) - 1].argmax())
-
-    batches = []
-    for row in rows:
-        ids = torch.tensor([row + [row[-1]] * (length - len(row))])
-        batches.append(EvaluationBatch(inputs=ids, labels=ids.clone(), rows=1))
-    engine.loss.observer = note
-    try:
-        engine.evaluate(batches if engine.reads_data else [], len(batches))
-    finally:
-        engine.loss.observer = None
-    tokens = torch.stack(found) if found else torch.zeros(len(rows), dtype=torch.long, device=engine.device)
-    if engine.groups.pp_group is not None:
-        source = dist.get_process_group_ranks(engine.groups.pp_group)[engine.groups.loss_stage]
-        dist.broadcast(tokens, source, group=engine.groups.pp_group)
-    return [int(token) for token in tokens.tolist()]

@@ -6,7 +6,7 @@ endless one of a stream, whose position checkpoints keep (`harness.batches.order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from harness.console import Console
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 from harness.topology.env import LaunchEnv
+from harness.training.engine.engine import Engine
 
 
 class AnyTokenizer(Protocol):
@@ -51,25 +52,15 @@ class Datasets:
     tokenizer: AnyTokenizer | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplePrompts:
-    """Prompts that the model continues at each evaluation.
+class SamplePrompts(Protocol):
+    """Prompts that the model continues at each evaluation."""
 
-    Attributes:
-        texts: the prompts for reports.
-        ids: the token ids of each prompt.
-        most: largest number of tokens of a continuation.
-        length: number of tokens of the longest prompt with its continuation.
-        end: the id that ends a continuation, or None.
-        decode: converts ids to text.
-    """
+    @property
+    def texts(self) -> Sequence[str]:
+        """The prompts for reports."""
 
-    texts: list[str]
-    ids: list[list[int]]
-    most: int
-    length: int
-    end: int | None
-    decode: Callable[[list[int]], str]
+    def continued(self, engine: Engine) -> list[str]:
+        """Return the model's continuation of each prompt; all ranks call it and get the same result."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,6 @@ from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, gather_object
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord
-from harness.training.engine.outputs import continued
 from harness.training.parts import RunMonitors, needed
 from harness.training.parts.data import SamplePrompts
 from harness.training.prepare.run import Run
@@ -256,9 +255,8 @@ class Recorder:
 
     def _sample(self, prompts: SamplePrompts, step: int) -> None:
         """Write the model's continuation of each prompt; all ranks call it."""
-        made = continued(self.run.engine, prompts.ids, prompts.most, prompts.length, prompts.end)
-        for number, (prompt, ids) in enumerate(zip(prompts.texts, made, strict=True), 1):
-            text = prompts.decode(ids)
+        made = prompts.continued(self.run.engine)
+        for number, (prompt, text) in enumerate(zip(prompts.texts, made, strict=True), 1):
             self.run.console.say(f"step {step}: sample {number}: {prompt!r} -> {text!r}")
             if self._samples is not None:
                 self._samples.write({"step": step, "prompt": prompt, "text": text})

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from harness import Trainer, TrainingArguments
+from harness.data.continuation import continued
 from harness.extras.exporting.exporter import Exporter
-from harness.training.engine.outputs import continued
 
 PROMPTS = [[72, 101, 108], [5], [9, 9, 9, 9, 9, 9, 9]]
 
