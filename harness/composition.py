@@ -89,10 +89,10 @@ def _with_planner(parts: Parts) -> Parts:
 
 
 def _with_report(parts: Parts) -> Parts:
-    from harness.report import certificate
     from harness.report.profile.profiler import ProfileCallback
+    from harness.report.provenance import provenance
 
-    return replace(parts, profiling=ProfileCallback, certificate=certificate.of_run)
+    return replace(parts, profiling=ProfileCallback, provenance=provenance)
 
 
 def _with_verify(parts: Parts) -> Parts:

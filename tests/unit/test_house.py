@@ -213,7 +213,7 @@ def test_every_module_says_what_it_is_for():
 def test_only_a_users_script_is_started_with_the_working_directory_in_its_path():
     """Else `own_python` starts it: a model's folder may hold a `torch.py`."""
     found = {str(path.relative_to(ROOT / "harness")) for path in PRODUCT if "sys.executable" in path.read_text()}
-    says_where_it_is = {"training/recording/files.py", "cluster/slurm.py"}
+    says_where_it_is = {"report/provenance.py", "cluster/slurm.py"}
     assert found - says_where_it_is == {"topology/processes.py", "resilience/elastic.py"}
 
 

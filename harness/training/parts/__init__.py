@@ -43,17 +43,6 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 
 
-class FindCertificate(Protocol):
-    """Finds the `ds-harness verify` certificate for a config, a model and library versions; None without one.
-
-    `config` is the DeepSpeed JSON as written; `model` has the model-config entries that change the computation.
-    """
-
-    def __call__(
-        self, config: Mapping[str, object], resolved: Resolved, model: Mapping[str, object], versions: JsonObject
-    ) -> JsonObject | None: ...
-
-
 class RunPrediction(Protocol):
     """The predicted memory and speed of a run; its `str` is the line for the user."""
 
@@ -192,7 +181,7 @@ class Parts:
         profiling: makes the callback that profiles N steps (`--profile N`).
         pushing: makes the callback of `--push_checkpoints_to`, which also restores a lost checkpoint to resume.
         exporting: makes the object that exports a run's model.
-        certificate: finds the certificate for `run.json`.
+        provenance: returns the origin of a run for `run.json`, given the run and the host of each rank.
         data: makes samples from text and conversations.
         watch: ends a run if a rank fails, hangs or is stopped.
         verify_sharding, require_packable, plan_tokens: each tries one property of the model on a tiny copy.
@@ -216,7 +205,7 @@ class Parts:
     profiling: Callable[[int], TrainerCallback] | None = None
     pushing: Callable[[TrainingArguments, LaunchEnv, Console], PushingCallback] | None = None
     exporting: Callable[..., ModelExport] | None = None
-    certificate: FindCertificate | None = None
+    provenance: Callable[..., JsonObject] | None = None
     data: DataPart | None = None
     watch: Watch = field(default_factory=Watch)
     verify_sharding: VerifySharding | None = None

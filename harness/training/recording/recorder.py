@@ -33,7 +33,7 @@ from harness.training.callbacks import StepRecord
 from harness.training.parts import RunMonitors, needed
 from harness.training.parts.data import SamplePrompts
 from harness.training.prepare.run import Run
-from harness.training.recording.files import note_wall_clock, origin, versions, write_run
+from harness.training.recording.files import note_wall_clock, write_run
 
 SAMPLES = "samples.jsonl"
 SHOWN = (
@@ -146,7 +146,8 @@ class Recorder:
         run, directory = self.run, self.run.spec.output_dir
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._origin = origin(run, hosts)
+            provenance = run.spec.parts.provenance
+            self._origin = {} if provenance is None else provenance(run, hosts)
             write_run(directory, {**self._origin, **describe(run)})
             if sections := monitor_sections(run.spec.args, run.spec.args.output_dir, run.spec.resolved.config):
                 open_monitors = needed(run.spec.parts.monitors, "--report_to", "harness.extras")
@@ -292,13 +293,6 @@ def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
 
 
-def _certificate(run: Run) -> JsonObject | None:
-    find = run.spec.parts.certificate
-    if find is None or run.trainable.causal is None:
-        return None
-    return find(run.spec.config.document.data, run.spec.resolved, run.trainable.shaping_config, versions())
-
-
 def describe(run: Run) -> JsonObject:
     """Return the content of `run.json`: resolved config, layout, arguments, model shape, stage boundaries."""
     causal = run.trainable.causal
@@ -316,7 +310,6 @@ def describe(run: Run) -> JsonObject:
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stage_lines],
         "expected": None if run.prediction is None else run.prediction.for_boundaries(run.boundaries).as_json(),
-        "certificate": _certificate(run),
         "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
         "output_dir": str(run.spec.output_dir.resolve()),
     }

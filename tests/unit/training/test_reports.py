@@ -20,8 +20,8 @@ from harness.console import Console, plain_console
 from harness.extras.monitors import Monitors
 from harness.extras.progress import ProgressCallback, clock, smoothed
 from harness.installed import read_run_config
+from harness.report.provenance import git_state
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
-from harness.training.recording.files import git_state
 from tests.unit.training.full_disk import full_disk
 
 
