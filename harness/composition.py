@@ -78,8 +78,9 @@ def _with_extras(parts: Parts) -> Parts:
 
 def _with_huggingface(parts: Parts) -> Parts:
     from harness.command_line.other_programs import notes
+    from harness.huggingface.callbacks import accept_callback
 
-    return replace(parts, argument_notes=notes)
+    return replace(parts, argument_notes=notes, accept_callback=accept_callback)
 
 
 def _with_planner(parts: Parts) -> Parts:

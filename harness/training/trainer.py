@@ -54,7 +54,7 @@ from harness.training.callbacks import (
     reads_between_steps,
     take_out,
 )
-from harness.training.callbacks.early_stopping import EarlyStoppingCallback, own_early_stopping
+from harness.training.callbacks.early_stopping import EarlyStoppingCallback
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
@@ -169,7 +169,8 @@ class Trainer:
             processing_class=processing_class,
         )
         with self.parts.watch.telling_of_a_failure(env), inside("preparing"):
-            own_callbacks, profiler = instances(callbacks or ()), None
+            own_callbacks = [self.parts.accept_callback(callback) for callback in instances(callbacks or ())]
+            profiler = None
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
             self._pushing = self._second_place(args, inputs) if args.push_checkpoints_to else None
@@ -205,7 +206,7 @@ class Trainer:
         show, patience = self.parts.progress, self.run.spec.args.early_stopping_patience
         callbacks = [
             None if show is None else show(self.run.console, self.run.trainable.speed_unit),
-            *map(own_early_stopping, own),
+            *own,
             EarlyStoppingCallback(patience) if patience else None,
             profiler,
             self._pushing,
@@ -557,7 +558,7 @@ class Trainer:
 
     def add_callback(self, callback: AnyCallback) -> None:
         """Add a callback. Raises UserError if it is not a TrainerCallback."""
-        self.callbacks.append(own_early_stopping(instance(callback)))
+        self.callbacks.append(self.parts.accept_callback(instance(callback)))
 
     def pop_callback(self, callback: AnyCallback) -> TrainerCallback | None:
         """Remove and return a callback, or the first one of a class. Returns None if no callback matches."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -76,7 +76,7 @@ class StepRecord:
 
 
 NOT_IN_STATE = {
-    "total_flos": "6 x parameters x tokens; trainer.get_num_trainable_parameters() counts the former",
+    "total_flos": "6 x parameters x tokens; trainer.get_num_trainableparameters_of() counts the former",
     "num_input_tokens_seen": "state.consumed_samples times the length of a sample",
     "stateful_callbacks": "a callback keeps its state itself",
 }
@@ -282,7 +282,6 @@ def instance(callback: AnyCallback) -> TrainerCallback:
     made = callback() if isinstance(callback, type) else callback
     if missing := [name for name in MOMENTS if not callable(getattr(made, name, None))]:
         raise UserError(f"callback {made!r} has no {missing[0]}: derive its class from harness.TrainerCallback")
-    require_called(made, MOMENTS)
     return made
 
 
@@ -310,21 +309,6 @@ GIVEN: Mapping[str, Callable[[CallingTrainer], object]] = {
 }
 """Keyword argument of every callback -> its value, given the Trainer."""
 
-NOT_GIVEN = {
-    "tokenizer": "name it processing_class",
-    "train_dataloader": "there is none here: take trainer.train_dataset",
-    "eval_dataloader": "there is none here: take trainer.eval_dataset",
-}
-
-NOT_CALLED = {
-    "on_substep_end": "on_step_end",
-    "on_pre_optimizer_step": "on_step_end",
-    "on_optimizer_step": "on_step_end",
-    "on_prediction_step": "on_evaluate or on_predict",
-    "on_push_begin": "on_save",
-}
-"""HuggingFace's callback methods that are never called here -> what to use instead."""
-
 
 def is_default(function: Callable[..., object]) -> bool:
     """Return whether this is a method of TrainerCallback itself (ours or HuggingFace's), which does nothing."""
@@ -342,24 +326,12 @@ def reads_between_steps(kind: type) -> bool:
 
 def keywords(function: Callable[..., object], trainer: CallingTrainer) -> dict[str, object]:
     """Return the keyword arguments of GIVEN that a callback's function accepts."""
-    taken = _parameters(function)
+    taken = parameters_of(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     return {name: make(trainer) for name, make in GIVEN.items() if takes_all or name in taken}
 
 
-def require_called(callback: object, moments: Collection[str]) -> None:
-    """Raise UserError if a callback has a method that is never called, or takes a keyword that is never passed."""
-    for name in (*NOT_CALLED, *moments):
-        method = getattr(callback, name, None)
-        if method is None or getattr(method, "__module__", "").startswith("transformers."):
-            continue
-        where = f"{type(callback).__name__}.{name}"
-        if name in NOT_CALLED:
-            raise UserError(f"callback {where} is never called here: use {NOT_CALLED[name]}")
-        for keyword in _parameters(getattr(method, "__func__", method)).keys() & NOT_GIVEN.keys():
-            raise UserError(f"callback {where} takes {keyword}: {NOT_GIVEN[keyword]}")
-
-
 @cache
-def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callback's method by name."""
     return inspect.signature(function).parameters

@@ -59,18 +59,6 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop = True
 
 
-def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
-    """Replace transformers' EarlyStoppingCallback by ours; return any other callback unchanged.
-
-    The one in transformers minimises every metric unless `greater_is_better` is given, and a resume resets its count.
-    """
-    kind = type(callback)
-    if (kind.__module__, kind.__name__) != ("transformers.trainer_callback", "EarlyStoppingCallback"):
-        return callback
-    theirs = vars(callback)
-    return EarlyStoppingCallback(theirs["early_stopping_patience"], theirs["early_stopping_threshold"] or 0.0)
-
-
 def has_metric(args: TrainingArguments, metrics: Mapping[str, object]) -> bool:
     """Return whether an evaluation has the metric that decides the best model."""
     return not metrics.keys().isdisjoint((f"eval_{args.best_metric_name}", args.best_metric_name))

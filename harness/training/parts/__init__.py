@@ -197,6 +197,7 @@ class Parts:
         user_optimizer: checks the Trainer's `optimizers`, given the run's inputs, model, adapters, config and layout.
         monitors: opens monitors, given their sections of the DeepSpeed JSON, the run's id and the first step.
         argument_notes: returns notes on HuggingFace arguments that have no effect.
+        accept_callback: returns the callback to call for a user's. UserError if it is for HuggingFace's Trainer alone.
     """
 
     check_config: ConfigCheck | None = None
@@ -223,6 +224,7 @@ class Parts:
     user_optimizer: Callable[..., GivenOptimizer] | None = None
     monitors: Callable[[Mapping[str, JsonObject], str, int], RunMonitors] | None = None
     argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()
+    accept_callback: Callable[[TrainerCallback], TrainerCallback] = lambda callback: callback
 
 
 def needed(part: Part | None, flag: str, folder: str) -> Part:

@@ -16,6 +16,7 @@ import transformers
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.console import Console
 from harness.data.tokenizer import load_tokenizer
+from harness.huggingface.callbacks import accept_callback
 from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerControl, instance
 from tests.support.training import rows
@@ -110,10 +111,10 @@ def test_a_keyword_or_a_moment_that_is_not_there_is_refused_when_the_callback_is
     base: type[Any], method: Any, words: str
 ) -> None:
     with pytest.raises(UserError, match=f"callback Mine.on_log {words}"):
-        instance(type("Mine", (base,), {"on_log": method}))
+        accept_callback(instance(type("Mine", (base,), {"on_log": method})))
     with pytest.raises(UserError, match=r"callback Mine.on_substep_end is never called here: use on_step_end"):
-        instance(type("Mine", (base,), {"on_substep_end": lambda *_, **__: None}))
-    assert instance(base)
+        accept_callback(instance(type("Mine", (base,), {"on_substep_end": lambda *_, **__: None})))
+    assert accept_callback(instance(base))
 
 
 def test_what_control_cannot_do_is_refused() -> None:
