@@ -6,6 +6,7 @@ outside of both: their purpose is that of the forward operation with the same se
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.dry_run.kernel_time import WRITE_ONLY, Kernel, kernel_of
 from harness.dry_run.ledger import OPERATIONS
+from harness.extras.fusing.fused import Rotation
 from harness.parallel.values import Keyword, Operation, Positional
 from harness.planner.hardware import Hardware
 from harness.planner.traffic import collective
@@ -75,6 +77,8 @@ OF_FUNCTIONS = {
     "DeepSpeedZeroOptimizer_Stage3.step": REDUCTION,
 }
 """Qualified name of a function -> the part of a step that it computes; the innermost function decides."""
+OF_CODES = {inspect.unwrap(each).__code__: ROTARY for each in (Rotation.forward, Rotation.backward)}
+"""The same for the harness's own operations of layers, by their code."""
 NAMED_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 NAMED_COPIES = (
     *("add", "add_", "clone", "copy_", "_to_copy", "cat", "stack", "embedding", "embedding_dense_backward"),
@@ -317,7 +321,9 @@ def _part_of_code(code: CodeType) -> str | None:
     name = code.co_qualname.partition(".<locals>")[0]
     if name in OF_FUNCTIONS:
         return OF_FUNCTIONS[name]
-    if "rotary" in code.co_name or name in ("Rotation.forward", "Rotation.backward"):
+    if code in OF_CODES:
+        return OF_CODES[code]
+    if "rotary" in name.lower():  # transformers' functions and modules
         return ROTARY
     return next((part for path, part in OF_FILES.items() if code.co_filename.endswith(path)), None)
 

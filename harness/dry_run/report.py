@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from harness.config.values.json_object import JsonObject
 from harness.dry_run.rank import DryRun, RankReport
+from harness.dry_run.timeline import seconds_by_cause
 
 NOT_CHECKED = (
     "the values of the weights and the data: none are read",
@@ -36,6 +37,7 @@ def as_json(plan: DryRun, report: RankReport) -> JsonObject:
             {**asdict(message), "count": traffic.count, "bytes": traffic.size}
             for message, traffic in report.messages.items()
         ],
+        **({} if report.timeline is None else {"step_seconds": seconds_by_cause(report.timeline)}),
         "not_checked": _not_checked(report),
     }
 
@@ -52,6 +54,7 @@ def as_text(plan: DryRun, report: RankReport) -> str:
         f"  {resolved.precision}, ZeRO stage {resolved.zero_stage}, {batch} a step",
         *_memory_lines(report),
         *_message_lines(report),
+        *_time_lines(report),
         *(f"  not checked: {text}" for text in _not_checked(report)),
     ]
     return "\n".join(lines)
@@ -87,6 +90,14 @@ def _message_lines(report: RankReport) -> list[str]:
         for message, traffic in report.messages.items()
     ]
     return ["  messages a step: group (ranks), operation, count, bytes", *(lines or ["    none"])]
+
+
+def _time_lines(report: RankReport) -> list[str]:
+    if report.timeline is None:
+        return []
+    seconds = seconds_by_cause(report.timeline)
+    rows = {"predicted step": sum(seconds.values()), **{f"  {cause}": seconds[cause] for cause in seconds}}
+    return [f"  {name:<36}{1e3 * each:>12,.3f} ms" for name, each in rows.items()]
 
 
 def _not_checked(report: RankReport) -> list[str]:

@@ -129,6 +129,19 @@ def between(spans: Sequence[TimelineSpan], start: float, end: float) -> list[Tim
     ]
 
 
+def seconds_by_cause(spans: Iterable[TimelineSpan]) -> dict[str, float]:
+    """Return the seconds of a step that a device computes, by part, and that it waits, by what for, as `the host`.
+
+    Their sum is the step. Waits for messages are the communication that no computation hides.
+    """
+    found: dict[str, float] = {}
+    for span in spans:
+        if span.stream == COMPUTE:
+            cause = span.name if span.part == "wait" else span.part
+            found[cause] = found.get(cause, 0.0) + span.end - span.start
+    return found
+
+
 def passes(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     """Return the passes of a step: neighbouring kernels of one part and micro-batch as one span, without the waits."""
     kernels = [span for span in spans if span.stream == COMPUTE and span.part != "wait"]
@@ -158,12 +171,14 @@ def as_trace(of_ranks: Mapping[int, Sequence[TimelineSpan]]) -> JsonObject:
 
 
 def _complete(span: TimelineSpan, rank: int, thread: int) -> JsonObject:
+    # in whole nanoseconds, and from one time to the next: if durations were rounded by themselves, spans would overlap
+    start, end = round(span.start * 1e9), round(span.end * 1e9)
     return {
         "name": span.name,
         "cat": span.part,
         "ph": "X",
-        "ts": round(span.start * 1e6, 3),
-        "dur": round((span.end - span.start) * 1e6, 3),
+        "ts": start / 1e3,
+        "dur": (end - start) / 1e3,
         "pid": rank,
         "tid": thread,
         "cname": COLORS[span.part],

@@ -67,6 +67,7 @@ def fake_tensors() -> Iterator[None]:
             (FakeTensor, "data_ptr", _address),
         ),
         _Shapes(allow_non_fake_inputs=True),
+        _GroupedProducts(),
         _Values(),
     ):
         yield
@@ -120,6 +121,20 @@ class _Echo(_Mode):
                 for output in outputs:
                     output.copy_(given)
         return result
+
+
+class _GroupedProducts(_Mode):
+    """Gives the products of experts a shape in any dtype; torch has one for them in bf16 only."""
+
+    def __torch_dispatch__(
+        self, func: Operation, _types: object, args: Positional = (), kwargs: Keyword | None = None
+    ) -> object:
+        grouped = torch.ops.aten._grouped_mm.default  # noqa: SLF001  # torch has no public name for it
+        if func is not grouped or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        rows, weights, *others = args
+        product: Tensor = func(rows.bfloat16(), weights.bfloat16(), *others, **(kwargs or {}))
+        return product.to(rows.dtype)
 
 
 class _Values(_Mode):

@@ -73,16 +73,19 @@ def test_a_timeline_shows_each_pass_and_its_compute_thread_adds_up_to_the_step(
 ) -> None:
     path = tmp_path / "timeline.json"
     words = ("--deepspeed_config", config, "--model", model, "--timeline", str(path), "--hardware", "a100-80gb")
-    of_all_stages(capfd, "--world_size", "8", *words)
+    reports = of_all_stages(capfd, "--world_size", "8", *words)
     events = json.loads(path.read_text())["traceEvents"]
     threads = {(e["pid"], e["args"]["name"]): e["tid"] for e in events if e["name"] == "thread_name"}
     complete = [event for event in events if event["ph"] == "X"]
-    for rank in (0, 4):
+    for rank, report in zip((0, 4), reports, strict=True):
         own = [event for event in complete if event["pid"] == rank]
         assert {event["cat"] for event in own} == {"forward", "backward", "optimizer", "communication", "wait"}
         computed = [event for event in own if event["tid"] == threads[rank, "compute"]]
         end = max(event["ts"] + event["dur"] for event in own)
         assert math.isclose(sum(event["dur"] for event in computed), end, rel_tol=1e-3)
+        causes = report["step_seconds"]
+        assert math.isclose(1e6 * sum(causes.values()), end, rel_tol=1e-3)
+        assert {"forward", "backward", "optimizer", "wait for recv (pipeline)"} <= set(causes)
         for before, after in pairwise(computed):
             assert math.isclose(before["ts"] + before["dur"], after["ts"], abs_tol=0.01)
         passes = Counter(event["name"] for event in own if event["tid"] == threads[rank, "passes"])

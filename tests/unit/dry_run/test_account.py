@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.lora import LoraArguments
@@ -19,6 +23,7 @@ from harness.dry_run import operations as parts
 from harness.dry_run.account import HOST, Account, account
 from harness.dry_run.command import dry_run_plan
 from harness.dry_run.fusion import Fusion
+from harness.extras.fusing.fused import Rotation
 from harness.planner.hardware import load_hardware
 from harness.planner.layer_time import AS_ONE, HOST_ZERO_3, NARROW
 from harness.planner.model_config import decoder_of
@@ -122,6 +127,30 @@ def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each
         found = of(tmp_path, zero(0), fusion=fusion).parts[parts.NORMS]
         assert found.bytes / counts == pytest.approx(sum(passes["norm"][0]), rel=0.08), fusion
         assert found.kernels < most
+
+
+def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated, _ = modeling_llama.apply_rotary_pos_emb(x, x, cos, sin)
+    return rotated
+
+
+@pytest.mark.parametrize("rotate", [Rotation.apply, plain_rotation], ids=["fused", "transformers"])
+def test_a_rotation_is_one_whatever_it_is_called_forwards_and_backwards(rotate: Callable[..., Tensor]) -> None:
+    x, angles = torch.ones(1, 2, 4, 8, requires_grad=True), torch.ones(1, 4, 8)
+    gradient = torch.ones_like(x)
+    with parts.StepRecorder(load_hardware("h100")) as recorder:
+        rotate(x, angles, angles).backward(gradient)
+    found = {each.part for each in recorder.recorded if each.name not in ("slice_backward", "add")}
+    assert found == {parts.ROTARY}
+    assert {each.backward for each in recorder.recorded} == {False, True}
+
+
+def test_the_table_of_angles_belongs_to_the_rotation() -> None:
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    table, hidden, positions = modeling_llama.LlamaRotaryEmbedding(config), torch.ones(1, 4, 8), torch.arange(4)[None]
+    with parts.StepRecorder(load_hardware("h100")) as recorder:
+        table(hidden, positions)
+    assert {each.part for each in recorder.recorded} == {parts.ROTARY}
 
 
 def test_a_list_of_tensors_takes_a_gpu_few_kernels() -> None:

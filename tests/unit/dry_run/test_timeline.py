@@ -153,6 +153,18 @@ def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_stream() -> N
     ]
 
 
+def test_rounded_spans_of_a_stream_still_follow_each_other() -> None:
+    times = [0.6e-9 * place for place in range(5)]
+    spans = [
+        TimelineSpan(name="mm", stream=COMPUTE, part="forward", start=start, end=end) for start, end in pairwise(times)
+    ]
+    events = as_trace({0: spans})["traceEvents"]
+    assert isinstance(events, list)
+    computed = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+    for before, after in pairwise(computed):
+        assert round(1e3 * (before["ts"] + before["dur"])) == round(1e3 * after["ts"])  # nanoseconds
+
+
 def test_a_tape_notes_kernels_messages_and_which_kernel_uses_what_arrives() -> None:
     layout = Layout(pp_size=1, tp_size=1, dp_size=2)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
