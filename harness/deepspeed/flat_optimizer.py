@@ -182,23 +182,23 @@ class FlatOptimizer(BF16_Optimizer):
             order: all groups, in the order in which they are needed; the same on all data ranks of a group.
         """
         self.await_weights()
-        steps, groups = self.optimizer, self.optimizer.param_groups
+        groups = self.optimizer.param_groups
         for group, gradient in zip(groups, self.slices, strict=True):
             (weights,) = group["params"]
             weights.grad = gradient if gradient.dtype == weights.dtype else gradient.to(weights.dtype)
         together = all(dist.get_world_size(ranks) == 1 for ranks in self._weights_over)
         try:
             for number, index in enumerate(order):
-                if not together:
-                    steps.param_groups = [groups[index]]
+                if not together:  # so that the weights of a group travel while the next one is updated
+                    self.optimizer.param_groups = [groups[index]]
                 if not together or number == 0:
-                    steps.step()
+                    self.optimizer.step()
                 self._copy_slice(index)
                 self._unsent.append(index)
                 if self._sends_at_once:
                     self.send_weights()
         finally:
-            steps.param_groups = groups
+            self.optimizer.param_groups = groups
         for weights in self.fp32_groups_flat_partition:
             weights.grad = None
 

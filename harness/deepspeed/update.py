@@ -212,11 +212,11 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             scale = self._get_optimizer_loss_scale() or 1.0
             self.parts.compression.average([self.gradients.of(parameter) for parameter in self.trained], scale)
         if self.means is not None:
-            self.means.finish()  # a reduce-scatter of each parameter group, unless already begun
+            self.means.finish()  # a reduce_scatter of each parameter group, unless already begun
         elif isinstance(self.optimizer, DividedOptimizer):
             super()._exec_reduce_grads()  # averages unless compression has, and keeps this rank's partition
         elif self.parts.compression is None and self.parts.groups.dp_group is not None:
-            super()._exec_reduce_grads()  # an all-reduce of all gradients, in buckets
+            super()._exec_reduce_grads()  # an all_reduce of all gradients, in buckets
         # Otherwise there is one data-parallel rank, or compression has averaged. DeepSpeed would still copy all
         # gradients to a flat tensor and back.
 
@@ -262,10 +262,13 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             applied = not self._skips_nonfinite or bool(torch.isfinite(norm))  # the host waits for the device
         if applied:
             with self.unused.kept([self.basic_optimizer]) if self.unused.pieces else nullcontext():
-                self.optimizer.step() if self.weights is None else self.optimizer.update(self.weights.order)
+                if self.weights is None:
+                    self.optimizer.step()
+                else:
+                    self.optimizer.update(self.weights.order)  # an optimizer.step() for each parameter group
         if not self.overlaps:  # otherwise the next forward pass waits for the other ranks' weights, layer by layer
             self.await_weights()
-        if self.weights is None:
+        if self.weights is None:  # otherwise the next step's first gradients overwrite the sums: `forget_sums`
             self.zero_grad()
         self._count_step(applied, lr_kwargs)
 
@@ -337,6 +340,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
     def _count_step(self, applied: bool, lr_kwargs: Mapping[str, object] | None) -> None:
         """Count a step, and like DeepSpeed advance the learning-rate schedule if weights have changed."""
         if not self._has_stepped:
+            # Known only now: the first forward pass finds out which gradients are partial. All ranks of a group decide
+            # alike, or they would hang.
             tensor_parallel = self.parts.groups.tp_group is not None
             self._sums_partial = tensor_parallel or any(map(self.parts.is_partial, self.trained))
         self._has_stepped = True
@@ -488,6 +493,7 @@ class Stage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        # DeepSpeed has buckets for its own reduction dtypes only: gradients of kept parameters need one of float32.
         kept = [p for group in self.fp16_groups for p in group if is_kept(p)]
         if kept and torch.float32 not in self.ipg_buckets:
             bucket = stage3.IPGBucketZ3()
