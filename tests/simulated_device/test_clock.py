@@ -67,8 +67,10 @@ def test_zero_1_shows_of_all_that_it_sends_the_last_reduction_at_most(
 ) -> None:
     timed = steps[layout][0]
     reductions, gathers = timed.linked.messages("reduce_scatter"), timed.linked.messages("all_gather")
-    assert timed.exposed <= 1.2 * reductions[-1]
     until_norm = timed.linked.until_norm - timed.unlinked.until_norm
+    # of the reductions the last one, while the means of the others are already copied
+    assert 0.5 * reductions[-1] < until_norm <= 1.2 * reductions[-1]
+    assert timed.exposed <= 1.2 * reductions[-1]
     assert timed.exposed - until_norm < 0.1 * reductions[-1]  # new weights show nothing
     assert sum(reductions) > 5 * reductions[-1]
     assert sum(gathers) > 2.5 * reductions[-1]
