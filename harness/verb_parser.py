@@ -83,15 +83,27 @@ def with_default(text: str, default: object) -> str:
 
 
 class Boolean(argparse.Action):
-    """The action of every boolean flag: it stands alone, or takes true or false; without it, it is False."""
+    """The action of every boolean flag: it stands alone, or takes true or false; without it, it is False.
+
+    `hint`: the type of a flag that takes words, too; `words` are these.
+    """
 
     def __init__(
-        self, option_strings: Sequence[str], dest: str, *, default: object = False, help: str | None = None, **_: object
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        *,
+        default: object = False,
+        help: str | None = None,
+        hint: object = bool,
+        words: Sequence[str] = (),
+        **_: object,
     ) -> None:
-        kind = partial(argument_in_type, bool)
+        kind, shown = partial(argument_in_type, hint), "|".join(("true", "false", *words))
         super().__init__(
-            option_strings, dest, nargs="?", const=True, default=default, type=kind, help=help, metavar="true|false"
+            option_strings, dest, nargs="?", const=True, default=default, type=kind, help=help, metavar=shown
         )
+        self.words = tuple(words)
 
     def __call__(
         self, _parser: object, namespace: argparse.Namespace, value: object, _option_string: str | None = None
@@ -140,12 +152,15 @@ class FlagParser(argparse.ArgumentParser):
             if plain not in flags and self.allow_abbrev and plain.startswith("__"):
                 begun = [name for name in flags if name.startswith(plain)]
                 plain = begun[0] if len(begun) == 1 else plain
-            follows = self.joins_values and bool(rest) and rest[0].lower() in TRUE + FALSE
+            following = rest[0].lower() if self.joins_values and rest else ""
+            follows = following in TRUE + FALSE
             positive = plain.replace("__no_", "__", 1)
             if plain in flags:
                 name, action = flags[plain]
-                if isinstance(action, Boolean) and not equals and (follows or has_positionals):
-                    equals, value = "=", rest.pop(0) if follows else "true"
+                if isinstance(action, Boolean) and not equals:
+                    follows = follows or following in action.words
+                    if follows or has_positionals:
+                        equals, value = "=", rest.pop(0) if follows else "true"
                 kept.append(name + equals + value)
             elif plain.startswith("__no_") and positive in flags and isinstance(flags[positive][1], Boolean):
                 name = flags[positive][0]

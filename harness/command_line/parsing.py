@@ -51,7 +51,7 @@ def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
         if takes(hint, list):
             add(nargs="+", action="store" if text.paths else _Names)
         elif takes(hint, bool):
-            add(action=Boolean)
+            add(action=Boolean, hint=hint, words=text.choices)
         else:
             action = add(type=partial(argument_in_type, hint))
             if text.choices:

@@ -85,7 +85,7 @@ def forecast(
         read = decoder_of(source.config.to_dict(), source.name)
         shape = with_counts(read, counts_of(source.config))
         hardware = None if name is None else _device(name, layout.world_size)
-        fused = args.fused_kernels or args.use_liger_kernel
+        fused = args.fused_kernels or args.use_liger_kernel is True
         found = predict(
             resolved,
             shape,

@@ -54,7 +54,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, quiet(Path(folder) / "log", own.json) as console:
             plan = dry_run_plan(script, args, config, lora)
             compiles = own.compile or plan.resolved.compile_backend is not None
-            one_each = args.fused_kernels or args.use_liger_kernel
+            one_each = args.fused_kernels or args.use_liger_kernel is True
             fusion = "compile" if compiles else "kernels" if one_each else None
             found = account(plan, env, hardware, fusion)
             print(json.dumps(found.as_json(), indent=1) if own.json else found, file=console.out)

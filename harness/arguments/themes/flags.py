@@ -9,7 +9,7 @@ from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from harness.config.values.paths import usable_path
-from harness.config.values.typed import typed
+from harness.config.values.typed import takes, typed
 from harness.errors import UserError, refuse_all
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def flag(
     Args:
         text: the help text.
         least: the smallest allowed value.
-        choices: the only allowed values.
+        choices: the only allowed values; of a boolean, those besides true and false.
         paths: the value is a path, or the name of something that may also be one; a comma does not separate several.
         hf_only: the flag acts on HuggingFace models only, and is refused for a model given as a list of layers.
         aliases: its names in ALIASES, which HfArgumentParser adds.
@@ -261,8 +261,9 @@ def _allowed(item: Field[object], hint: object, value: object) -> object:
         raise UserError(f"--{item.name} {value}: must be a finite number")
     if least is not None and isinstance(value, int | float) and value < least:
         raise UserError(f"--{item.name} {value}: must be at least {least}")
-    if choices and value not in choices:
-        raise UserError(f"--{item.name} {value}: not one of {', '.join(choices)}")
+    if choices and value not in choices and not isinstance(value, bool):
+        words = ("true", "false", *choices) if takes(hint, bool) else choices
+        raise UserError(f"--{item.name} {value}: not one of {', '.join(words)}")
     if Help.of(item).paths:
         _require_usable(item.name, value)
     return value

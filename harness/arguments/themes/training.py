@@ -149,9 +149,11 @@ class ModelArguments(Flags):
         choices=SDPA_BACKENDS,
         hf_only=True,
     )
-    use_liger_kernel: bool = flag(
+    use_liger_kernel: bool | str = flag(
         False,
-        "use the kernels of liger-kernel (to be installed) for norms, feed-forward blocks and rotary embeddings",
+        "use the kernels of liger-kernel (to be installed) for norms, feed-forward blocks and rotary embeddings; auto: "
+        "only where it is installed and the harness has none",
+        choices=("auto",),
         hf_only=True,
     )
     fused_kernels: bool = flag(

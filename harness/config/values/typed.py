@@ -27,8 +27,9 @@ def typed(hint: object, value: object) -> object:
     """Return a value converted to the type of `hint`. Raises ValueError, with a message, if that is not possible."""
     if isinstance(value, Enum):
         value = value.value
+    is_word = takes(hint, bool) and takes(hint, str) and str(value).lower() not in TRUE + FALSE
     for kind, convert in _CONVERSIONS:
-        if takes(hint, kind):
+        if takes(hint, kind) and not is_word:
             return convert(value)
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))

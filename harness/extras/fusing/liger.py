@@ -54,22 +54,33 @@ class LigerKernels:
             if name in self.modules:
                 self.modules[name].put_into(module)
 
+    def put_where_free(self, layer: nn.Module) -> None:
+        """Change the modules whose forward is still their class's."""
+        for name, module in layer.named_modules():
+            if name in self.modules and "forward" not in vars(module):
+                self.modules[name].put_into(module)
+
 
 def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernels:
-    """Return the changes that Liger makes to the model of `config`.
+    """Return the changes that Liger makes to the model of `config`. Raises UserError if there are none, and why."""
+    found = find_kernels(config, device)
+    if isinstance(found, str):
+        raise UserError(f"{FLAG}: {found}: omit the flag")
+    return found
 
-    Raises UserError if the package or a GPU is missing, or Liger does not support the family.
+
+def find_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernels | str:
+    """Return the changes that Liger makes to the model of `config`, or the reason why there are none.
+
+    There are none if the package or a GPU is missing, or Liger does not support the family.
     """
     has_device = device.type != "cpu" or _interpreted()
     if not has_device or find_spec("liger_kernel") is None:
-        raise UserError(
-            f"{FLAG}: needs a GPU and the package liger-kernel (pip install liger-kernel), and one of the two is "
-            "missing here: omit the flag"
-        )
+        return "needs a GPU and the package liger-kernel (pip install liger-kernel), and one of the two is missing here"
     liger = import_module("liger_kernel.transformers.monkey_patch")
     family = config.model_type
     if family not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(f"{FLAG}: Liger has no kernels for model type {family!r}: omit the flag")
+        return f"Liger has no kernels for model type {family!r}"
     model = build_skeleton(config)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     home = sys.modules[type(model).__module__]
@@ -77,7 +88,7 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
     try:
         liger._apply_liger_kernel_to_instance(model, **NOT_THE_LOSS)  # noqa: SLF001  # as HuggingFace's Trainer does
     except Exception as error:  # Liger's code for a family fits only some versions of transformers
-        raise UserError(f"{FLAG}: Liger cannot change model type {family!r}: {error}: omit the flag") from error
+        return f"Liger cannot change model type {family!r}: {error}"
     finally:
         kernels = _taken_back(home, names)
     changed = {name: _changes(module, before[name]) for name, module in model.named_modules() if _taken(module)}
@@ -85,9 +96,7 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
         forward: Callable[..., Any] = type(module).forward
         if "forward" not in vars(module) and reads_globals(forward, kernels):
             changed[name] = FusedModule(forward=with_globals(forward, kernels), attributes={})
-    if not changed:
-        raise UserError(f"{FLAG}: Liger changes nothing of model type {family!r} but its loss: omit the flag")
-    return LigerKernels(changed)
+    return LigerKernels(changed) if changed else f"Liger changes nothing of model type {family!r} but its loss"
 
 
 def _taken(module: nn.Module) -> bool:

@@ -127,10 +127,13 @@ PlanTokens: TypeAlias = Callable[[PretrainedConfig], TokenSplitSupport]
 class FuseOperations(Protocol):
     """Has layers compute norms, rotary embeddings and gated activations in fewer operations."""
 
-    def __call__(self, source: ModelSource, device: torch.device, *, liger: bool) -> Callable[[nn.Module], None]:
-        """Return what changes a layer of a model that has its weights and lies on `device`.
+    def __call__(
+        self, source: ModelSource, device: torch.device, *, own: bool, liger: bool | str
+    ) -> tuple[Callable[[nn.Module], None], str]:
+        """Return what changes a layer that has its weights and lies on `device`, and a line for the user or "".
 
-        `liger`: by kernels of the package liger-kernel. Raises UserError if that cannot be.
+        `own`: by the harness's kernels. `liger`: by those of liger-kernel instead, or, if "auto", where `own` leaves a
+        module alone. Raises UserError if `liger` is True and that cannot be.
         """
 
 

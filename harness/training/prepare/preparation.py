@@ -387,7 +387,9 @@ def report_origin(console: Console, source: ModelSource, seed: int) -> None:
 
 
 def _report_given(spec: RunSpec, trainable: TrainableModel) -> None:
-    """Report the user's optimizer, and how many parameters the adapters train."""
+    """Report the user's optimizer, the chosen kernels, and how many parameters the adapters train."""
+    if trainable.kernels:
+        spec.console.say(f"  {trainable.kernels}")
     if spec.user_optimizer is not None:
         spec.console.say(f"  {spec.user_optimizer.summary}, as given: the arguments' own have no effect")
     if spec.adaptation is not None:

@@ -67,6 +67,7 @@ class TrainableModel:
         loss: the loss of a micro-batch.
         causal: the decoder; None for a list of layers.
         example: inputs of a micro-batch for a user's layers; None without training data.
+        kernels: a line for the user on the kernels that were chosen; it may be empty.
     """
 
     layers: Sequence[Layer]
@@ -77,6 +78,7 @@ class TrainableModel:
     loss: Loss
     causal: CausalModel | None = None
     example: Value | None = None
+    kernels: str = ""
 
     def size(self, *, trained: bool = False) -> int:
         """Return the number of (trained) parameters of the model; a decoder's tied parameters count once."""
@@ -185,13 +187,14 @@ def trainable_decoder(
     source = replace(source, config=_with_router_loss(config, args))
     # With `part`, each rank loads only its ZeRO-3 partition. A model in memory is broadcast from rank 0 instead.
     part = zero3_partition(spec, groups) if source.weights is None or isinstance(source.weights, Path) else None
+    finish, kernels = _finisher(source, spec, groups, part, parts)
     causal = assemble(
         source,
         tensor=TensorParallel.of(groups.tp_group),
         device=groups.device,
         dtype=spec.dtype,
         seed=spec.args.seed,
-        finish=_finisher(source, spec, groups, part, parts),
+        finish=finish,
         experts=_neighbours(spec, groups),
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
@@ -218,6 +221,7 @@ def trainable_decoder(
         costs=[cost.flops_per_token() for cost in causal.costs(sequence_length, checkpointed)],
         loss=_decoder_loss(causal, spec, groups, own_loss),
         causal=causal,
+        kernels=kernels,
     )
 
 
@@ -257,16 +261,18 @@ def choose_token_split(
 
 def _finisher(
     source: ModelSource, spec: EngineSpec, groups: Groups, part: Zero3Partition | None, parts: Parts
-) -> Callable[[nn.Module], None]:
-    """Return a function that has a loaded layer compute as the arguments ask and, under ZeRO-3, partitions it."""
-    args, fusing, steps = spec.args, parts.fusing, [layer_finisher(spec, groups, part)]
-    liger = args.use_liger_kernel and source.has_values
-    if liger:
-        fusing = needed(fusing, "--use_liger_kernel", "harness.extras")
-    elif spec.resolved.compile_backend is not None or not args.fused_kernels:
-        fusing = None  # torch.compile fuses more than the harness
-    if fusing is not None:
-        steps.insert(0, fusing(source, groups.device, liger=liger))
+) -> tuple[Callable[[nn.Module], None], str]:
+    """Return a function that has a loaded layer compute as the arguments ask and, under ZeRO-3, partitions it.
+
+    Also returns a line for the user on the kernels that were chosen; it may be empty.
+    """
+    args, steps, line = spec.args, [layer_finisher(spec, groups, part)], ""
+    own = args.fused_kernels and spec.resolved.compile_backend is None  # torch.compile fuses more than the harness
+    liger = args.use_liger_kernel if source.has_values else False
+    fusing = needed(parts.fusing, "--use_liger_kernel", "harness.extras") if liger else parts.fusing
+    if fusing is not None and (own or liger):
+        fuse, line = fusing(source, groups.device, own=own, liger=liger)
+        steps.insert(0, fuse)
     if args.fp8 != "no":
         steps.insert(0, needed(parts.fp8, "--fp8", "harness.extras")(spec, groups.device, source.config))
 
@@ -274,7 +280,7 @@ def _finisher(
         for step in steps:
             step(layer)
 
-    return finish
+    return finish, line
 
 
 def _require_gradients(causal: CausalModel, spec: EngineSpec) -> None:

@@ -14,8 +14,12 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
-from harness.device import kernels
-from harness.extras.fusing.fused import ACTIVATIONS, ROTATION, fuse, reads_globals
+from harness.device import kernels as of_loss
+from harness.extras.fusing import kernels
+from harness.extras.fusing.fused import ROTATION, fuse, reads_globals
+from harness.extras.fusing.gates import ACTIVATIONS
+from harness.extras.fusing.kernels import Turn
+from harness.extras.fusing.rotations import turned
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from tests.support.models import model_of
 
@@ -34,9 +38,10 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_they_are_tried_with_gradients_by_whoever_asks_first(mode: type[torch.no_grad]) -> None:
-    kernels.usable.cache_clear()
-    with mode():
-        assert kernels.usable(DEVICE)
+    for each in (kernels, of_loss):
+        each.usable.cache_clear()
+        with mode():
+            assert each.usable(DEVICE)
 
 
 @dtypes
@@ -62,6 +67,29 @@ def test_queries_and_keys_are_rotated_to_the_bit(
                 assert torch.equal(ours, theirs)
         if of_keys > 1:  # a single head has any stride
             assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        Turn(),
+        Turn("pairs", pairs=True, into_pairs=True, wide=True),
+        Turn("first half", pairs=True, last=True),
+        Turn("each", into_pairs=True, tokens=1),
+        Turn("pairs", opposite=True, last=True, tokens=1),
+    ],
+    ids=str,
+)
+def test_every_way_of_rotating_is_that_of_torch_to_the_bit(turn: Turn) -> None:
+    heads = [drawn(2, 3, count, 16, dtype=HALF, seed=count) for count in (3, 2)]
+    heads = [(each if turn.tokens == 1 else each.transpose(1, 2)).requires_grad_() for each in heads]
+    angles = [drawn(2, 3, 4 if turn.angles == "each" else 8, dtype=HALF, seed=seed) for seed in (4, 5)]
+    wanted = [turned(each, *angles, turn) for each in heads]
+    grads = [drawn(*each.shape, dtype=HALF, seed=6) for each in wanted]
+    found = kernels.rotate([each.detach() for each in heads], *angles, turn)
+    back = kernels.rotate(grads, *angles, turn, backward=True)
+    for ours, theirs in zip((*found, *back), (*wanted, *torch.autograd.grad(wanted, heads, grads)), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "phi3", "glm4_moe", "nemotron", "gpt_neox", "minimax_m2"])
@@ -115,7 +143,7 @@ def test_the_loss_is_that_of_torch(dtype: torch.dtype) -> None:
 def test_rows_of_minus_infinity_and_of_large_logits_have_a_sum() -> None:
     logits = torch.full((3, 5000), float("-inf"), device=DEVICE)
     logits[1, 4999], logits[2] = 30000.0, 30000.0
-    largest, sums = kernels.exponentials(logits)
+    largest, sums = of_loss.exponentials(logits)
     assert largest.tolist() == [float("-inf"), 30000.0, 30000.0]
     assert sums.tolist() == [0.0, 1.0, 5000.0]
 

@@ -11,11 +11,13 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
 from harness.errors import UserError
-from harness.extras.fusing.liger import LigerKernels, liger_kernels
+from harness.extras.fusing import fusing
+from harness.extras.fusing.liger import FusedModule, LigerKernels, liger_kernels
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.verify.tiny_copy import shrink
+from tests.support.models import model_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -57,6 +59,39 @@ def test_a_cpu_or_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match="--use_liger_kernel: needs a GPU and the package liger-kernel"):
         liger_kernels(tiny("llama"), CPU)
+
+
+def test_auto_takes_the_harness_s_kernels_and_says_why_it_takes_none_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    source = ModelSource(name="tiny", config=tiny("llama"), weights=None)
+    change, line = fusing(source, CPU, own=True, liger="auto")
+    change(model := model_of("llama"))
+    assert [type(each).__name__ for each in model.modules() if "forward" in vars(each)][:2] == [
+        "LlamaAttention",
+        "LlamaRMSNorm",
+    ]
+    assert line == (
+        "--use_liger_kernel auto: the harness's kernels in LlamaRMSNorm, LlamaAttention; Liger's in no module: needs a "
+        "GPU and the package liger-kernel (pip install liger-kernel), and one of the two is missing here"
+    )
+
+
+def test_auto_takes_liger_s_kernels_where_the_harness_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = FusedModule(forward=lambda module, x: 2 * type(module).forward(module, x), attributes={})
+    liger = LigerKernels({"model.norm": twice, "model.layers.1.mlp": twice})
+    monkeypatch.setattr("harness.extras.fusing.find_kernels", lambda *_: liger)
+    source = ModelSource(name="tiny", config=model_of("llama").config, weights=None)
+    for own, ours, theirs in (
+        (True, "LlamaRMSNorm, LlamaAttention", "LlamaMLP"),
+        (False, "no module", "LlamaMLP, LlamaRMSNorm"),
+    ):
+        change, line = fusing(source, CPU, own=own, liger="auto")
+        assert line == f"--use_liger_kernel auto: the harness's kernels in {ours}; Liger's in {theirs}"
+        changed = model_of("llama")
+        change(changed)
+        for name, doubled in (("model.norm", not own), ("model.layers.1.mlp", True), ("model.layers.0.mlp", False)):
+            module, x = changed.get_submodule(name), torch.randn(2, 64)
+            torch.testing.assert_close(module(x), (1 + doubled) * type(module).forward(module, x))
 
 
 @pytest.fixture

@@ -133,6 +133,23 @@ def test_a_default_that_was_given_contradicts_the_json_all_the_same() -> None:
         read_run_config(given, world_size=1)
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], True),
+        (["auto"], "auto"),
+        (["false"], False),
+        (["--max_steps", "2"], True),
+        (["auto", "--max_steps", "2"], "auto"),
+    ],
+)
+def test_a_boolean_that_takes_a_word_stands_alone_too(words: list[str], value: object) -> None:
+    (args,) = parse([TrainingArguments], ["--use_liger_kernel", *words], prog="t", description="", epilog="")
+    assert args.use_liger_kernel == value
+    with pytest.raises(UserError, match="--use_liger_kernel perhaps: not one of true, false, auto"):
+        TrainingArguments(use_liger_kernel="perhaps")
+
+
 def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
     script, args = command_line("--local_rank=1", "--bf16", "--train_file", "x.txt", "--warmup_steps", "0.1")
     assert args.bf16 and script.train_file == ["x.txt"]

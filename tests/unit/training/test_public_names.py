@@ -92,6 +92,7 @@ VALUES = {
     "deepspeed_config": '{"a": 1}',
     "resume_from_checkpoint": "auto",
     "fused_kernels": "false",
+    "use_liger_kernel": "true",  # to HuggingFace's parser it is a boolean
     "preference_label_smoothing": "0.1",
     "simpo_gamma": "1.5",
 }

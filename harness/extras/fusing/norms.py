@@ -1,0 +1,158 @@
+"""Norms of a GPU in one kernel, found by trial.
+
+Families write a norm in a dozen ways: with products and roundings in another order, weights minus one, without a
+weight, with the mean subtracted. So a module is not recognised by its code. A copy of it with random weights computes
+small inputs, and its outputs and gradients are compared with those of the norms that torch has kernels for. What
+differs from all of them, or takes more than one tensor, stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH = 24
+"""Width of a trial's inputs; the module's own if it computes no other."""
+SCALES = (1e-3, 1.0, 30.0)
+"""Of a trial's inputs: squares of the smallest are as large as a norm's epsilon."""
+CLOSE = 1e-4
+"""Largest difference in float32, relative to the largest value: sums in another order."""
+ROUNDINGS = 2**-7
+"""The same of each value in bf16, two units in the last place: a kernel rounds once, a family up to three times."""
+PLAIN = (int, float, str, tuple, torch.dtype, type(None))
+"""Types of attributes of a norm."""
+
+Attributes: TypeAlias = tuple[tuple[str, object], ...]
+Sizes: TypeAlias = tuple[tuple[str, tuple[int, ...] | None], ...]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Computes (x - mean) / sqrt(mean square + epsilon) * (weight + offset) + bias over the last dimension.
+
+    Attributes:
+        centred: whether the mean is subtracted, as by a layer norm; otherwise it is a root-mean-square norm.
+        weight, bias: names of the parameters [n]; None without.
+        offset: 1 for weights that are stored minus one, else 0.
+    """
+
+    centred: bool
+    weight: str | None
+    bias: str | None
+    offset: float
+    epsilon: float
+
+    def __call__(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Return the norm of the one tensor that is given."""
+        (x,) = (*args, *kwargs.values())
+        weight, bias = (None if name is None else module.get_parameter(name) for name in (self.weight, self.bias))
+        if any(each is not None and each.dtype != x.dtype for each in (weight, bias)):
+            plain: Tensor = type(module).forward(module, x)
+            return plain
+        if not self.offset or weight is None:
+            return self._of(x, weight, bias)
+        wide = weight.float() + self.offset
+        return self._of(x.float(), wide, None if bias is None else bias.float()).type_as(x)
+
+    def _of(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if self.centred:
+            return functional.layer_norm(x, x.shape[-1:], weight, bias, self.epsilon)
+        return functional.rms_norm(x, x.shape[-1:], weight, self.epsilon)
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """Return the norm that a module computes; None for any other module, and for torch's own."""
+    kind = type(module)
+    if kind.__module__.startswith("torch.") or any(True for _ in (*module.children(), *module.buffers())):
+        return None
+    parameters = module._parameters  # noqa: SLF001  # torch has no public name for those that are None
+    attributes = {
+        name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"
+    }
+    are_plain = all(isinstance(value, PLAIN) for value in attributes.values())
+    sizes = {name: None if each is None else tuple(each.shape) for name, each in parameters.items()}
+    if not are_plain or any(size is not None and len(size) != 1 for size in sizes.values()) or not _takes_one(kind):
+        return None
+    return _tried(kind, tuple(attributes.items()), tuple(sizes.items()))
+
+
+def _takes_one(kind: type[nn.Module]) -> bool:
+    """Return whether the forward of a class takes one tensor and nothing else."""
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD
+
+
+@cache
+def _tried(kind: type[nn.Module], attributes: Attributes, sizes: Sizes) -> Norm | None:
+    names = [name for name, size in sizes if size is not None]
+    weight, bias = next((name for name in names if name != "bias"), None), "bias" if "bias" in names else None
+    if len(names) != (weight is not None) + (bias is not None):
+        return None
+    offsets = (0.0, 1.0) if weight else (0.0,)
+    parts = product((False, True), offsets, _epsilons(kind, attributes))
+    candidates = [Norm(centred, weight, bias, offset, epsilon) for centred, offset, epsilon in parts]
+    own = [size[0] for _, size in sizes if size] + [
+        value[0] for _, value in attributes if isinstance(value, tuple) and value
+    ]
+    for width in (WIDTH, *own):
+        try:
+            twins = [_twin(kind, attributes, sizes, width, dtype) for dtype in (torch.float32, torch.bfloat16)]
+            return next((norm for norm in candidates if all(_agrees(norm, twin, width) for twin in twins)), None)
+        except Exception:  # whatever other modules do with these inputs
+            continue
+    return None
+
+
+def _epsilons(kind: type[nn.Module], attributes: Attributes) -> list[float]:
+    """Return the small numbers of a norm: its attributes, and those written in its forward."""
+    written = [*(value for _, value in attributes), *inspect.unwrap(kind.forward).__code__.co_consts]
+    return list(dict.fromkeys(value for value in written if isinstance(value, float) and 0 < value < 0.01))
+
+
+def _twin(kind: type[nn.Module], attributes: Attributes, sizes: Sizes, width: int, dtype: torch.dtype) -> nn.Module:
+    """Return a module with the attributes of another, and random parameters of this width."""
+    generator = torch.Generator().manual_seed(0)
+    twin = kind.__new__(kind)
+    nn.Module.__init__(twin)
+    for name, value in attributes:
+        setattr(twin, name, value)
+    for name, size in sizes:
+        drawn = None if size is None else torch.randn(width, generator=generator, device="cpu").to(dtype)
+        twin.register_parameter(name, None if drawn is None else nn.Parameter(drawn))
+    return twin
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def _agrees(norm: Norm, twin: nn.Module, width: int) -> bool:
+    """Return whether a norm gives a module's outputs and, in float32, its gradients."""
+    kind = next(twin.parameters(), torch.empty(0, device="cpu")).dtype
+    dtypes = [kind] if norm.weight else [torch.float32, torch.bfloat16]
+    generator = torch.Generator().manual_seed(1)
+    for scale, dtype, training in product(SCALES, dtypes, (True, False)):
+        drawn = torch.randn((2, 3, width), generator=generator, device="cpu")
+        inputs = (scale * (drawn + 0.5)).to(dtype).requires_grad_()
+        twin.train(training)
+        wanted, found = twin(inputs), norm(twin, inputs)
+        if wanted.dtype != found.dtype or wanted.shape != found.shape:
+            return False
+        if dtype != torch.float32:
+            if not torch.allclose(found, wanted, rtol=ROUNDINGS, atol=ROUNDINGS / 8):
+                return False
+            continue
+        trained = [inputs, *twin.parameters()]
+        pairs = zip(
+            (found, *torch.autograd.grad((found * drawn).sum(), trained)),
+            (wanted, *torch.autograd.grad((wanted * drawn).sum(), trained)),
+            strict=True,
+        )
+        if any((ours - theirs).abs().max() > CLOSE * theirs.abs().max() for ours, theirs in pairs):
+            return False
+    return True

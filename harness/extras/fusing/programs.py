@@ -1,0 +1,226 @@
+"""Triton's programs: each reads its inputs once, and writes its outputs once.
+
+They compute in float32, and round wherever torch's operations round. So results equal torch's to the last bit, except
+where there is an exponential, of which torch and Triton have their own.
+
+Imported only where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(value, to: tl.constexpr):
+    """Return float32 numbers as torch would have stored them between two operations in `to`."""
+    return value.to(to).to(tl.float32)
+
+
+@triton.jit
+def place(pair, half, neighbours: tl.constexpr):
+    """Return where the two dimensions of a pair stand: side by side, or half a head apart."""
+    if neighbours:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = pair, half + pair
+    return first, second
+
+
+@triton.jit
+def turn(
+    x,
+    out,
+    x_head,
+    out_head,
+    heads,
+    cosines,
+    sines,
+    half,
+    backward: tl.constexpr,
+    opposite: tl.constexpr,
+    angles: tl.constexpr,
+    pairs: tl.constexpr,
+    into_pairs: tl.constexpr,
+    wide: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Rotate the heads of one token: x * cos + [sign * x2 * into_first, -sign * x1 * into_second]."""
+    column = tl.arange(0, columns)[None, :]
+    known = column < half
+    of_first, of_second = place(column, half, angles == 1)
+    if angles == 2:
+        of_first, of_second = column, column
+    cos_first = tl.load(cosines + of_first, mask=known).to(tl.float32)
+    cos_second = tl.load(cosines + of_second, mask=known).to(tl.float32)
+    into_first = tl.load(sines + (of_second if backward else of_first), mask=known).to(tl.float32)
+    into_second = tl.load(sines + (of_first if backward else of_second), mask=known).to(tl.float32)
+    from_first, from_second = place(column, half, pairs)
+    at_first, at_second = place(column, half, into_pairs)
+    sign: tl.constexpr = 1 if backward != opposite else -1
+    kind: tl.constexpr = x.dtype.element_ty
+    between: tl.constexpr = tl.float32 if wide else kind
+    for start in range(0, heads, at_once):
+        head = start + tl.arange(0, at_once)[:, None]
+        inside = (head < heads) & known
+        first = tl.load(x + head * x_head + from_first, mask=inside).to(tl.float32)
+        second = tl.load(x + head * x_head + from_second, mask=inside).to(tl.float32)
+        to_first = rounded(first * cos_first, between) + sign * rounded(second * into_first, between)
+        to_second = rounded(second * cos_second, between) - sign * rounded(first * into_second, between)
+        tl.store(out + head * out_head + at_first, to_first.to(kind), mask=inside)
+        tl.store(out + head * out_head + at_second, to_second.to(kind), mask=inside)
+
+
+@triton.jit
+def rotate(
+    q,
+    k,
+    out_q,
+    out_k,
+    cos,
+    sin,
+    tokens,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    out_q_batch,
+    out_q_head,
+    out_q_token,
+    out_k_batch,
+    out_k_head,
+    out_k_token,
+    cos_batch,
+    cos_token,
+    sin_batch,
+    sin_token,
+    heads_q,
+    heads_k,
+    half,
+    backward: tl.constexpr,
+    opposite: tl.constexpr,
+    angles: tl.constexpr,
+    pairs: tl.constexpr,
+    into_pairs: tl.constexpr,
+    wide: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Rotate queries and keys of one token; `angles`: 0 half a head apart, 1 side by side, 2 one for both."""
+    batch = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    cosines, sines = cos + batch * cos_batch + token * cos_token, sin + batch * sin_batch + token * sin_token
+    turn(
+        q + batch * q_batch + token * q_token,
+        out_q + batch * out_q_batch + token * out_q_token,
+        q_head,
+        out_q_head,
+        heads_q,
+        cosines,
+        sines,
+        half,
+        backward,
+        opposite,
+        angles,
+        pairs,
+        into_pairs,
+        wide,
+        columns,
+        at_once,
+    )
+    turn(
+        k + batch * k_batch + token * k_token,
+        out_k + batch * out_k_batch + token * out_k_token,
+        k_head,
+        out_k_head,
+        heads_k,
+        cosines,
+        sines,
+        half,
+        backward,
+        opposite,
+        angles,
+        pairs,
+        into_pairs,
+        wide,
+        columns,
+        at_once,
+    )
+
+
+@triton.jit
+def logistic(x):
+    """Return 1 / (1 + exp(-x)) as torch does, in float32."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activated(x, activation: tl.constexpr):
+    """Return an activation of float32 numbers."""
+    if activation == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if activation == "gelu":
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    if activation == "gelu_tanh":
+        # (1 + tanh(y)) / 2 is logistic(2 * y)
+        return x * logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def slope(x, activation: tl.constexpr):
+    """Return the derivative of an activation."""
+    if activation == "silu":
+        share = logistic(x)
+        return share * (1.0 + x * (1.0 - share))
+    if activation == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+    if activation == "gelu_tanh":
+        share = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    return tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def gate(gates, ups, out, gate_row, up_row, width, activation: tl.constexpr, block: tl.constexpr):
+    """Write activation(gate) * up of a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    kind: tl.constexpr = gates.dtype.element_ty
+    x = tl.load(gates + row * gate_row + column, mask=inside).to(tl.float32)
+    up = tl.load(ups + row * up_row + column, mask=inside).to(tl.float32)
+    tl.store(out + row * width + column, (rounded(activated(x, activation), kind) * up).to(kind), mask=inside)
+
+
+@triton.jit
+def gate_backward(
+    grads,
+    gates,
+    ups,
+    of_gates,
+    of_ups,
+    grad_row,
+    gate_row,
+    up_row,
+    width,
+    activation: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write the gradients of gate and up of a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    kind: tl.constexpr = gates.dtype.element_ty
+    grad = tl.load(grads + row * grad_row + column, mask=inside).to(tl.float32)
+    x = tl.load(gates + row * gate_row + column, mask=inside).to(tl.float32)
+    up = tl.load(ups + row * up_row + column, mask=inside).to(tl.float32)
+    of_up = grad * rounded(activated(x, activation), kind)
+    of_gate = rounded(grad * up, kind) * slope(x, activation)
+    tl.store(of_ups + row * width + column, of_up.to(kind), mask=inside)
+    tl.store(of_gates + row * width + column, of_gate.to(kind), mask=inside)
