@@ -54,7 +54,7 @@ def _fuse_on_gpu(module: nn.Module) -> None:
     for name, method in gated(module).items():
         setattr(module, name, MethodType(method, module))
     forward = getattr(vars(module).get("forward"), "__func__", type(module).forward)
-    if fused := rotations(forward):
+    if isinstance(forward, FunctionType) and (fused := rotations(forward)):
         module.forward = MethodType(with_globals(forward, fused), module)
 
 

@@ -80,7 +80,8 @@ def norm_of(module: nn.Module) -> Norm | None:
     sizes = {name: None if each is None else tuple(each.shape) for name, each in parameters.items()}
     if not are_plain or any(size is not None and len(size) != 1 for size in sizes.values()) or not _takes_one(kind):
         return None
-    return _tried(kind, tuple(attributes.items()), tuple(sizes.items()))
+    attributes_of, sizes_of = tuple(attributes.items()), tuple(sizes.items())
+    return _tried(kind, attributes_of, sizes_of)  # type: ignore[arg-type]  # mypy takes the class for its instances
 
 
 def _takes_one(kind: type[nn.Module]) -> bool:

@@ -32,10 +32,8 @@ Kind: TypeAlias = tuple[torch.dtype, int]
 """Dtype and width of a tensor's last dimension."""
 
 
-def rotations(forward: object) -> dict[str, Rotate]:
+def rotations(forward: FunctionType) -> dict[str, Rotate]:
     """Return the fused form of each rotation that a forward calls, by its name in the forward's module."""
-    if not isinstance(forward, FunctionType):
-        return {}
     called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if NAMED in name}
     return {name: _fused(plain) for name, plain in called.items() if _takes_angles(plain)}
 
@@ -58,7 +56,7 @@ def _fused(plain: FunctionType) -> Rotate:
         cos, sin = given.get("cos"), given.get("sin")
         if isinstance(turning := given.get(COMPLEX), Tensor) and turning.is_complex():
             cos, sin = turning.real.contiguous(), turning.imag.contiguous()
-        if not _fits(list(heads.values()), cos, sin):
+        if cos is None or not _fits(list(heads.values()), cos, sin):
             return plain(*args, **kwargs)
         first = next(iter(heads.values()))
         kinds = tuple((each.dtype, each.shape[-1]) for each in (*heads.values(), cos))
@@ -97,7 +95,8 @@ class _Rotated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dense = [each if each.stride(-1) == 1 else each.contiguous() for each in grads]
-        return None, None, None, *kernels.rotate(dense, *ctx.saved_tensors, ctx.turn, backward=True)
+        cos, sin = ctx.saved_tensors
+        return None, None, None, *kernels.rotate(dense, cos, sin, ctx.turn, backward=True)
 
 
 @cache
@@ -123,9 +122,10 @@ def _tried(
             wanted = cast("tuple[Tensor, ...]", made if len(heads) > 1 else (made,))
             if all(map(torch.equal, wanted, [turned(each, cos, sin, turn) for each in heads])):
                 of_heads_wanted = torch.autograd.grad(wanted, heads, wanted)
-                on_device = [[each.detach().to(device) for each in several] for several in (heads, wanted, (cos, sin))]
-                found = kernels.rotate(on_device[0], *on_device[2], turn)
-                back = kernels.rotate(on_device[1], *on_device[2], turn, backward=True)
+                inputs, grads = ([each.detach().to(device) for each in several] for several in (heads, wanted))
+                of_cos, of_sin = cos.to(device), sin.to(device)
+                found = kernels.rotate(inputs, of_cos, of_sin, turn)
+                back = kernels.rotate(grads, of_cos, of_sin, turn, backward=True)
                 is_same = all(map(_same, (*found, *back), (*wanted, *of_heads_wanted)))
                 return turn if is_same else None
         except (TypeError, ValueError, RuntimeError, IndexError):  # of inputs in another order of dimensions
@@ -169,7 +169,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
 
 
 def _halves(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
-    return (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, -1)
+    half = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if pairs else (x[..., :half], x[..., half:])
 
 
 def _of_pairs(angles: Tensor, stand: Angles) -> tuple[Tensor, Tensor]:
@@ -177,5 +178,6 @@ def _of_pairs(angles: Tensor, stand: Angles) -> tuple[Tensor, Tensor]:
     if stand == "each":
         return angles, angles
     if stand == "first half":
-        return angles.chunk(2, -1)[0], angles.chunk(2, -1)[0]
+        first, _ = _halves(angles, pairs=False)
+        return first, first
     return _halves(angles, stand == "pairs")
