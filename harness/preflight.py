@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.saved_run import SavedRun
 from harness.config.model.families import require_trainable_family
+from harness.config.values.secrets import Secrets
 from harness.data.files.sources import TOKENS, source_groups, validation_group
 from harness.data.inputs.early_checks import read_prompts
 from harness.data.streaming.flags import refuse_buffer, require_streamable
@@ -23,6 +25,7 @@ from harness.data.tokenizer import BYTES, tokenizer_directory, tokenizer_name
 from harness.errors import UserError, reason
 from harness.hf.locate import model_directory
 from harness.installed import read_run_config, require_installed
+from harness.optimizers import DEFAULT, find
 from harness.topology.env import LaunchEnv
 
 TRIAL_STEPS = 200  # for a run that names neither data nor steps
@@ -75,6 +78,9 @@ def check_inputs(
     if (tokenizer := tokenizer_name(script.tokenizer_name, model)) != BYTES:
         tokenizer_directory(tokenizer)
     config = read_run_config(args, world_size=env.world_size, model=str(model))
+    require_package(optimizer_name(config.resolved))
+    if args.push_checkpoints_to is not None:
+        require_file_system(args.push_checkpoints_to)
     if preference is None or preference.preference is None:
         _require_data(script, args)
     else:
@@ -82,6 +88,29 @@ def check_inputs(
     if args.sample_prompts is not None:
         read_prompts(Path(args.sample_prompts))
     return config
+
+
+def require_package(optimizer: str) -> None:
+    """Raise UserError if the package of an optimizer, given by its name in a config, is not installed."""
+    kind = find(optimizer)
+    if kind is not None and kind.package and importlib.util.find_spec(kind.package) is None:
+        raise UserError(
+            f"optimizer {kind.name} needs {kind.package}, which is not installed: pip install {kind.package}, or use "
+            f"{DEFAULT.name}"
+        )
+
+
+def require_file_system(url: str) -> None:
+    """Raise UserError if the package with which fsspec writes to a URL of --push_checkpoints_to is not installed."""
+    from fsspec.registry import known_implementations
+
+    protocol, found, _ = url.partition("://")
+    package = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
+    if found and importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"--push_checkpoints_to {Secrets.known().masked(url)}: {protocol}:// needs {package}, which is not "
+            f"installed: pip install {package}"
+        )
 
 
 def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:

@@ -19,6 +19,7 @@ LION = OptimizerType(
         compiled=True,
     ),
     flags={"lion_32bit": ("lr", "betas", "weight_decay")},
+    family="Lion",
     states=1,
     tested_with_zero=True,
 )

@@ -68,8 +68,9 @@ class OptimizerType:
             "": none but itself.
         states: number of values that it keeps for each weight.
         other_states: number of them for a weight outside the decoder layers' matrices; None for `states`.
+        state_bytes: bytes of such a value, unless the config keeps states in 16 bits.
         more_states: options that each add a value if they are on.
-        tested_with_zero: whether DeepSpeed accepts it under ZeRO without `zero_allow_untested_optimizer`.
+        tested_with_zero: whether it is accepted under ZeRO without `zero_allow_untested_optimizer`.
         elementwise: whether each weight is updated by itself.
         sets_groups: whether DeepSpeed makes several parameter groups for it, each with its own options.
         package: the package that has the class, if DeepSpeed does not install it.
@@ -92,6 +93,7 @@ class OptimizerType:
     family: str = ""
     states: int = 2
     other_states: int | None = None
+    state_bytes: float = 4
     more_states: tuple[str, ...] = ("amsgrad",)
     tested_with_zero: bool = False
     elementwise: bool = True

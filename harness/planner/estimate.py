@@ -228,7 +228,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         gradient_bytes=ELEMENT_BYTES.get(str(summed), width),
         states=states,
         other_states=states if optimizer.other_states is None else optimizer.other_states,
-        state_bytes=2 if halved[STATES_IN_BF16] else 4,
+        state_bytes=2 if halved[STATES_IN_BF16] else optimizer.state_bytes,
         master_bytes=2 if halved[MASTER_IN_BF16] or halved[MASTER_IN_FP16] else 4,
         on_cpu=on_cpu,
         kernels="single" if resolved.compile_backend is None else "compiled",

@@ -134,7 +134,7 @@ class Workload:
     gradient_bytes: int = 4
     states: int = 2
     other_states: int = 2
-    state_bytes: int = 4
+    state_bytes: float = 4
     master_bytes: int = 4
     habits: Habits = DEEPSPEED
     on_cpu: bool = False

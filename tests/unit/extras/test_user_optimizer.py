@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from bitsandbytes.optim import AdamW8bit
 from deepspeed.pipe import LayerSpec
 from peft import LoraConfig
 from torch import nn, optim
@@ -130,6 +131,7 @@ def test_by_which_values_an_optimizer_updates_a_weight(make: Make, scope: Scope)
         (lambda p: optim.AdamW([*p, nn.Parameter(torch.ones(7))], lr=0.1), None, r".* of shape \[7\] that is not the"),
         (lambda p: optim.AdamW(p, lr=torch.tensor(0.1)), None, "lr of group 0 is a tensor: give a number"),
         (lambda p: optim.AdamW(p, lr=0.1, differentiable=True), None, "group 0 is differentiable"),
+        (lambda p: AdamW8bit(p), None, "AdamW8bit of bitsandbytes has states in blocks, .* give --optim"),
         (lambda p: optim.AdamW, None, "a AdamW is not a torch.optim.Optimizer: give an instance"),
         (SGD, lambda o: schedules.ReduceLROnPlateau(o), "ReduceLROnPlateau waits for a metric"),
         (SGD, lambda o: schedules.StepLR, "a StepLR is not a torch.optim.lr_scheduler.LRScheduler: give an instance"),

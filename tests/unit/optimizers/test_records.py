@@ -49,6 +49,8 @@ def test_the_names_are_deepspeeds_and_those_of_torch_that_deepspeed_looks_up() -
 def test_zero_is_tested_with_the_classes_that_deepspeed_lists() -> None:
     listed = {each.__name__ for each in ZERO_SUPPORTED_OPTIMIZERS} | {"MuonWithAuxAdam"}  # which it adds when asked
     for record in OPTIMIZERS.values():
+        if record.source == "harness":
+            continue  # tested here
         assert record.tested_with_zero == (record.device.name in listed), record.name
 
 

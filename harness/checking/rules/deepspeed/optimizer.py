@@ -361,7 +361,7 @@ def optimizer_of_another_package(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     """
     optimizer = kind(view)
-    if optimizer is not None and optimizer.package:
+    if optimizer is not None and optimizer.package and optimizer.source == "deepspeed":
         yield about_type(
             message=f"{view.get(TYPE)} needs the package {optimizer.package}",
             hint=f"pip install {optimizer.package}, or {instead(view, DEFAULT.name)}",

@@ -1,0 +1,77 @@
+"""Optimizers of bitsandbytes (Dettmers et al. 2022, arXiv 2110.02861): states in 8 bits, or in pages, or both.
+
+A state in 8 bits takes a byte for each weight, and four more for each block of 256. On a GPU, the pages of a paged
+state move to the host's memory while other tensors need theirs.
+"""
+
+from __future__ import annotations
+
+from harness.optimizers import adam, lion
+from harness.optimizers.optimizer import OptimizerClass, OptimizerType
+
+OF_ADAM, OF_LION = adam.ADAM.family, lion.LION.family
+IN_8_BITS = 1 + 4 / 256
+"""Bytes of a value in 8 bits, with its part of the scale of its block."""
+ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "optim_bits", "args", "min_8bit_size")
+LION_OPTIONS = ("lr", "betas", "weight_decay", "args", "min_8bit_size")
+PAGED = ("is_paged",)
+ADAM_ARGUMENTS, LION_ARGUMENTS = ("lr", "betas", "eps", "weight_decay"), ("lr", "betas", "weight_decay")
+
+
+def _record(
+    name: str,
+    options: tuple[str, ...],
+    *,
+    made_by: str,
+    family: str,
+    flags: tuple[str, ...] = (),
+    states: int = 2,
+    state_bytes: float = IN_8_BITS,
+) -> OptimizerType:
+    taken = ADAM_ARGUMENTS if "eps" in options else LION_ARGUMENTS
+    return OptimizerType(
+        name=name,
+        device=OptimizerClass(
+            path=f"bitsandbytes.optim.{name}", options=options, refused=("amsgrad",) if "amsgrad" in options else ()
+        ),
+        made_by=f"harness.extras.blockwise.optimizer:{made_by}",
+        ranges={"min_8bit_size": "count"},
+        flags=dict.fromkeys(flags, taken),
+        family=family,
+        states=states,
+        state_bytes=state_bytes,
+        more_states=(),
+        tested_with_zero=True,
+        package="bitsandbytes",
+    )
+
+
+ADAM = _record("Adam8bit", ADAM_OPTIONS + PAGED, made_by="ADAM_8BIT", family=OF_ADAM)
+PAGED_ADAM = _record("PagedAdam8bit", ADAM_OPTIONS + PAGED, made_by="PAGED_ADAM_8BIT", family=OF_ADAM)
+ADAMW = _record(
+    "AdamW8bit", ADAM_OPTIONS + PAGED, made_by="ADAMW_8BIT", family=OF_ADAM, flags=("adamw_8bit", "adamw_bnb_8bit")
+)
+PAGED_ADAMW = _record(
+    "PagedAdamW8bit", ADAM_OPTIONS, made_by="PAGED_ADAMW_8BIT", family=OF_ADAM, flags=("paged_adamw_8bit",)
+)
+PAGED_ADAMW_32BIT = _record(
+    "PagedAdamW32bit",
+    ADAM_OPTIONS,
+    made_by="PAGED_ADAMW",
+    family=OF_ADAM,
+    flags=("paged_adamw_32bit",),
+    state_bytes=4,
+)
+LION = _record("Lion8bit", LION_OPTIONS + PAGED, made_by="LION_8BIT", family=OF_LION, flags=("lion_8bit",), states=1)
+PAGED_LION = _record(
+    "PagedLion8bit", LION_OPTIONS, made_by="PAGED_LION_8BIT", family=OF_LION, flags=("paged_lion_8bit",), states=1
+)
+PAGED_LION_32BIT = _record(
+    "PagedLion32bit",
+    LION_OPTIONS,
+    made_by="PAGED_LION",
+    family=OF_LION,
+    flags=("paged_lion_32bit",),
+    states=1,
+    state_bytes=4,
+)

@@ -1,0 +1,203 @@
+"""Optimizers of bitsandbytes: its own numbers to the bit, however ZeRO and tensor parallelism cut a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.deepspeed.flat_tensors import FlatPartition, UpdatedTensor, WholeParameter
+from harness.deepspeed.optimizer_states import counters_of, make_state, template
+from harness.errors import UserError
+from harness.extras.blockwise.optimizer import BlockwiseOptimizer
+from harness.optimizers import FLAGS, OPTIMIZERS
+from harness.parallel.tensor.shard import mark, share_of
+from harness.preflight import require_package
+from tests.support.threads import run_threads
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+KINDS = [name for name, record in OPTIMIZERS.items() if record.package == "bitsandbytes"]
+OPTIONS = {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.1, "min_8bit_size": 500}
+SHAPES = {"wide": (24, 48), "small": (7,), "tall": (60, 28), "square": (16, 32)}
+"""Blocks have parts of rows, and two matrices end within a block. Sizes are multiples of 16: torch rounds the elements
+after the last 16 of a tensor otherwise."""
+CPU = torch.device("cpu")
+STEPS, SAVED_AT = 4, 2
+
+
+def weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's own
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step + 1)
+    return {
+        name: torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 4
+        for name, shape in SHAPES.items()
+    }
+
+
+def by_bitsandbytes(kind: str) -> dict[str, Tensor]:
+    parameters = {name: nn.Parameter(value) for name, value in weights().items()}
+    optimizer = getattr(bitsandbytes.optim, kind)(list(parameters.values()), **OPTIONS)
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            parameters[name].grad = gradient
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def made(kind: str, updated: Sequence[UpdatedTensor], names: dict[Tensor, str]) -> BlockwiseOptimizer:
+    maker: Callable[..., BlockwiseOptimizer] = resolve_name(OPTIMIZERS[kind].made_by)
+    return maker([{"params": [each.tensor for each in updated]}], OPTIONS, names)
+
+
+class Whole:
+    """One process."""
+
+    tensor_group = None
+
+    def __init__(self) -> None:
+        self.names = {nn.Parameter(value): name for name, value in weights().items()}
+        self.updated: list[UpdatedTensor] = [WholeParameter(parameter) for parameter in self.names]
+
+    def set(self, values: dict[str, Tensor]) -> None:
+        for parameter, name in self.names.items():
+            parameter.grad = values[name]
+
+    def parts(self, values: dict[str, Tensor]) -> list[Tensor]:
+        """Those elements of whole tensors that this rank has, for each tensor that is updated."""
+        return [values[name] for name in self.names.values()]
+
+
+class Split(Whole):
+    """A tensor-parallel rank: the first matrix is cut in its columns, the others in rows, the vector not at all."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.shards = {
+            name: share_of(shape, int(name == "wide"), rank, ranks) for name, shape in SHAPES.items() if len(shape) > 1
+        }
+        self.names = {}
+        for name, value in weights().items():
+            shard = self.shards.get(name)
+            local = nn.Parameter(value if shard is None else shard.take(value))
+            self.names[mark(local, shard)] = name
+        self.updated = [WholeParameter(parameter) for parameter in self.names]
+        self.tensor_group = dist.group.WORLD
+
+    def set(self, values: dict[str, Tensor]) -> None:
+        for parameter, part in zip(self.names, self.parts(values), strict=True):
+            parameter.grad = part
+
+    def parts(self, values: dict[str, Tensor]) -> list[Tensor]:
+        return [self.shards[n].take(values[n]) if n in self.shards else values[n] for n in self.names.values()]
+
+
+class Flat(Whole):
+    """A data-parallel rank with its part of one flat tensor, which begins and ends anywhere in a parameter."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+        offsets = [sum(p.numel() for p in list(self.names)[:at]) for at in range(len(self.names))]
+        (part,) = self.parts(weights())
+        assert dist.group.WORLD is not None
+        self.updated = [FlatPartition(part.clone(), list(self.names), offsets, dist.group.WORLD)]
+
+    def set(self, values: dict[str, Tensor]) -> None:
+        (part,) = self.parts(values)
+        self.updated[0].tensor.grad = part
+
+    def parts(self, values: dict[str, Tensor]) -> list[Tensor]:
+        flat = torch.cat([values[name].reshape(-1) for name in self.names.values()])
+        size = -(-len(flat) // self.ranks)
+        return [nn.functional.pad(flat, (0, size * self.ranks - len(flat)))[self.rank * size :][:size].clone()]
+
+
+LAYOUTS = {"one process": lambda _rank, _ranks: Whole(), "tensor": Split, "data": Flat}
+
+
+def trained(
+    kind: str, layout: str, saved: dict[str, dict[str, Tensor]] | None, wanted: dict[str, Tensor], rank: int, ranks: int
+) -> Any:
+    """Train, or go on from what a run has saved, in whole tensors; return how far this rank's weights are off."""
+    of_rank = LAYOUTS[layout](rank, ranks)
+    optimizer = made(kind, of_rank.updated, of_rank.names)
+    optimizer.find_blocks(of_rank.updated, of_rank.tensor_group, CPU)
+    begin = 0
+    if saved is not None:
+        begin = SAVED_AT
+        for each, part in zip(of_rank.updated, of_rank.parts(saved["weights"]), strict=True):
+            with torch.no_grad():
+                each.tensor.copy_(part)
+            make_state(optimizer, each, template(optimizer, each), {"step": SAVED_AT})
+        for name in template(optimizer, of_rank.updated[0]).elements:
+            for each, part in zip(of_rank.updated, of_rank.parts(saved[name]), strict=True):
+                optimizer.state[each.tensor][name].copy_(part)
+    kept: dict[str, dict[str, Tensor]] = {}
+    for step in range(begin, STEPS):
+        of_rank.set(gradients(step))
+        optimizer.step()
+        if step + 1 == SAVED_AT and layout == "one process":
+            assert counters_of(optimizer, of_rank.updated[0], template(optimizer, of_rank.updated[0])) == {"step": 2}
+            kept = {name: {} for name in ("weights", *template(optimizer, of_rank.updated[0]).elements)}
+            for each, name in zip(of_rank.updated, of_rank.names.values(), strict=True):
+                kept["weights"][name] = each.tensor.detach().clone()
+                for state in kept.keys() - {"weights"}:
+                    kept[state][name] = optimizer.state[each.tensor][state]
+    parts = zip(of_rank.updated, of_rank.parts(wanted), strict=True)
+    off = [not torch.equal(each.tensor, part) for each, part in parts]
+    return kept, any(off)
+
+
+def trained_on(kind: str, layout: str, saved: Any, wanted: dict[str, Tensor], ranks: int, rank: int) -> Any:
+    return trained(kind, layout, saved, wanted, rank, ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_has_bitsandbytes_own_numbers_and_goes_on_from_another_to_the_bit(kind: str) -> None:
+    wanted = by_bitsandbytes(kind)
+    ((saved, off),) = run_threads(1, lambda rank: trained(kind, "one process", None, wanted, rank, 1))
+    assert not off
+    for layout, ranks in (("one process", 1), ("tensor", 2), ("data", 5)):
+        for begun in (None, saved) if ranks > 1 else (saved,):
+            found = run_threads(ranks, partial(trained_on, kind, layout, begun, wanted, ranks))
+            assert [off for _, off in found] == [False] * ranks, (layout, begun is None)
+
+
+def test_a_device_or_an_option_that_bitsandbytes_does_not_have_is_one_line() -> None:
+    make = resolve_name(OPTIMIZERS["AdamW8bit"].made_by)
+    with pytest.raises(UserError, match=r"^optimizer AdamW8bit: bitsandbytes has none on meta: use another optimizer$"):
+        make([{"params": [nn.Parameter(torch.zeros(2, device="meta"))]}], {}, {})
+    with pytest.raises(UserError, match=r"^optimizer AdamW8bit: AdamW8bit does not support amsgrad=True$"):
+        make([{"params": [nn.Parameter(torch.zeros(2))]}], {"amsgrad": True}, {})
+
+
+def test_a_run_without_bitsandbytes_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_package("AdamW8bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    require_package("AdamW")
+    with pytest.raises(UserError, match=r"^optimizer AdamW8bit needs bitsandbytes, which is not installed: pip"):
+        require_package("AdamW8bit")
+
+
+def test_huggingfaces_names_mean_these_optimizers() -> None:
+    named = {flag: record.name for flag, record in FLAGS.items() if record.package == "bitsandbytes"}
+    assert named == {
+        "adamw_8bit": "AdamW8bit",
+        "adamw_bnb_8bit": "AdamW8bit",
+        "lion_8bit": "Lion8bit",
+        "paged_adamw_32bit": "PagedAdamW32bit",
+        "paged_adamw_8bit": "PagedAdamW8bit",
+        "paged_lion_32bit": "PagedLion32bit",
+        "paged_lion_8bit": "PagedLion8bit",
+    }
