@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, get_type_hints
 
 from harness import completion
-from harness.config.values.arguments import BETAS, LEAST, SCHEDULES, AutoValues
+from harness.config.values.arguments import BETAS, FP8, LEAST, SCHEDULES, AutoValues
 from harness.config.values.paths import usable_path
 from harness.config.values.typed import FALSE, TRUE, takes, typed
 from harness.errors import one_line, printable
@@ -236,7 +236,7 @@ class VerbParser(FlagParser):
             self.add_argument(f"--{name}", type=kind, help=text, choices=_CHOICES.get(name))
 
 
-_CHOICES = {"optim": tuple(FLAGS), "lr_scheduler_type": SCHEDULES}
+_CHOICES = {"fp8": FP8, "optim": tuple(FLAGS), "lr_scheduler_type": SCHEDULES}
 
 
 def _as_in_a_run(name: str, hint: object, text: str) -> object:

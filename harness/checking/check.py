@@ -10,6 +10,7 @@ from harness.checking.rules.view import RunView, Target
 from harness.config.model.shape import ModelShape, read_shape, require_every_layer
 from harness.config.text.diagnostic import Diagnostic, Severity
 from harness.config.text.document import Document
+from harness.config.values.arguments import AutoValues
 from harness.config.values.config_file import FROM_PROGRAM
 
 
@@ -23,6 +24,7 @@ def check(
     tensor_parallel_size: int | None = None,
     expert_parallel_size: int | None = None,
     context_parallel_size: int | None = None,
+    arguments: AutoValues | None = None,
 ) -> list[Diagnostic]:
     """Return all findings about a config, in the order of the file.
 
@@ -31,6 +33,7 @@ def check(
         model: a preset's name or a directory with config.json.
         target: the program that will read the file.
         pipeline_parallel_size: overrides the file, as `--pipeline_parallel_size` of a run does; so do the other sizes.
+        arguments: flags of the run.
 
     Raises UserError if the model's config cannot be read, or the model uses LayerDrop.
     """
@@ -43,6 +46,7 @@ def check(
         tp_override=tensor_parallel_size,
         ep_override=expert_parallel_size,
         cp_override=context_parallel_size,
+        arguments=arguments,
     )
     return findings(view)
 

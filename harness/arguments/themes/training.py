@@ -9,6 +9,7 @@ from harness.arguments.themes.flags import Flags, flag
 from harness.config.values.arguments import (
     BETAS,
     BLOCK_SIZE,
+    FP8,
     SCHEDULES,
     AutoValues,
     schedule_fault,
@@ -131,9 +132,9 @@ class ModelArguments(Flags):
         None, "on a GPU, multiply float32 matrices in TF32: several times as fast, 10 bits of mantissa; default: off"
     )
     fp8: str = flag(
-        "no",
+        AutoValues.fp8,
         "fp8 products in decoder layers of a bf16 run: rowwise (NVIDIA, compute capability 8.9), or emulate anywhere",
-        choices=("no", "rowwise", "emulate"),
+        choices=FP8,
         hf_only=True,
     )
     attn_implementation: str | None = flag(

@@ -24,7 +24,7 @@ def page(rule: Rule) -> str:
     """Return a rule's page in Markdown."""
     options = "".join(f" --{name} {value}" for name, value in rule.options.items() if name != "arguments")
     arguments = "".join(f" --{name} {value}" for name, value in rule.options.get("arguments", {}).items())
-    verb = "resolve" if arguments else "check"
+    verb = "resolve" if {*rule.options.get("arguments", {})} - {"fp8"} else "check"  # which has that flag alone
     return "\n".join(
         [
             f"# {rule.code} {rule.name} ({rule.severity.value})",

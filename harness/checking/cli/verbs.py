@@ -13,16 +13,18 @@ from pathlib import Path
 
 from harness.checking import resolve as resolve_document
 from harness.checking.check import check as check_document
+from harness.checking.check import known_shape
 from harness.checking.cli.fix import diff, fix, with_usable_remedies
 from harness.checking.cli.render import FORMATS, render, shows_colour, text_block
 from harness.checking.registry import RULES, by_code
 from harness.checking.rules.view import TARGETS
 from harness.checking.schema import version_warning
 from harness.config.model.families import require_trainable_family
+from harness.config.model.shape import ModelShape
 from harness.config.resolving.resolved import Resolved
 from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
-from harness.config.values.arguments import AutoValues
+from harness.config.values.arguments import FP8, FP8_MULTIPLE, AutoValues
 from harness.errors import UserError
 from harness.verb_parser import Boolean, VerbParser, name_or_path, positive, run_arguments
 from harness.wording import counted
@@ -49,6 +51,9 @@ def check(argv: Sequence[str]) -> int:
         type=name_or_path,
         help="a preset, a directory with config.json, or a model type: check that the layout fits it",
     )
+    parser.add_argument(
+        "--fp8", choices=FP8, help="check for a run with this flag: its precision, and what stays in bf16"
+    )
     parser.add_argument("--target", choices=TARGETS, default="harness", help="program that will read the file")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
     parser.add_argument("--strict", action=Boolean, help="exit with 1 on warnings too")
@@ -61,6 +66,7 @@ def check(argv: Sequence[str]) -> int:
     findings: list[Diagnostic] = []
     texts: dict[str, str] = {}
     sources = _sources(args.files)
+    arguments = None if args.fp8 is None else AutoValues(fp8=args.fp8, given=frozenset({"fp8"}))
     for source in sources:
         try:
             document = _read(source)
@@ -69,15 +75,29 @@ def check(argv: Sequence[str]) -> int:
             findings += error.diagnostics
             continue
         texts[document.path] = document.text
-        found = check_document(document, world_size=args.world_size, model=args.model, target=args.target)
+        found = check_document(
+            document, world_size=args.world_size, model=args.model, target=args.target, arguments=arguments
+        )
         if args.format == "text":  # which counts the fixes
             found = with_usable_remedies(document, found, world_size=args.world_size, target=args.target)
         findings += found
     if (warning := version_warning()) is not None:
         print(f"ds-harness check: {warning}", file=sys.stderr)
     print(render(findings, args.format, texts, colour=shows_colour(sys.stdout), files=len(sources)))
+    if args.fp8 not in (None, "no") and args.format == "text":
+        print(_left_out_of_fp8(args.fp8, None if args.model is None else known_shape(args.model, args.target)))
     failing = {Severity.ERROR, Severity.WARNING} if args.strict else {Severity.ERROR}
     return int(any(finding.severity in failing for finding in findings))
+
+
+def _left_out_of_fp8(how: str, model: ModelShape | None) -> str:
+    """Return a sentence on what `--fp8` leaves in bf16, and on the devices that it needs."""
+    widths = () if model is None else (model.hidden, model.intermediate)
+    odd = [f"{width:,}" for width in widths if width and width % FP8_MULTIPLE]
+    also = f", and layers of a width of {' or '.join(odd)}, no multiple of {FP8_MULTIPLE}" if odd else ""
+    device = "" if how == "emulate" else "; needs an NVIDIA GPU of compute capability 8.9 or more, so not an A100"
+    kept = "head, embeddings, norms, attention, fused experts, routers and adapters"
+    return f"--fp8 {how}: {kept} stay in bf16{also}{device}"
 
 
 def _read(source: str) -> Document:

@@ -26,6 +26,8 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 SCHEDULES = tuple(SCHEDULE_OPTIONS)
+FP8 = ("no", "rowwise", "emulate")  # how decoder layers multiply in 8 bits
+FP8_MULTIPLE = 16  # kernels of fp8 products need widths that are multiples of it
 CURVES = ("linear", "cosine", "1-sqrt")  # values of warmup_type and decay_type
 # DeepSpeed's schedules, by the names of HuggingFace's
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -83,6 +85,7 @@ class AutoValues:
     gradient_accumulation_steps: int = 1
     bf16: bool = False
     fp16: bool = False
+    fp8: str = "no"
     hidden_size: int | None = None
     pipeline_parallel_size: int | None = None
     tensor_parallel_size: int | None = None

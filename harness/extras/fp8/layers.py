@@ -9,8 +9,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from harness.config.model.shape import experts_of
+from harness.config.values.arguments import FP8_MULTIPLE
 from harness.errors import UserError
-from harness.extras.fp8.product import MULTIPLE, Fp8Product, Multiply, emulated, on_device
+from harness.extras.fp8.product import Fp8Product, Multiply, emulated, on_device
 from harness.hf.adapters import plain_name
 from harness.hf.decoder import DecoderLayer
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, SharedColumnLinear
@@ -72,7 +73,7 @@ def _linear_layers(layer: nn.Module, experts: int) -> Iterator[tuple[str, nn.Mod
         if hasattr(module, "product"):
             raise UserError("--fp8 and --load_in_4bit exclude each other: remove one of them")
         inputs, outputs = _widths(module)
-        if inputs % MULTIPLE == outputs % MULTIPLE == 0 and (experts < 2 or outputs != experts):
+        if inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0 and (experts < 2 or outputs != experts):
             yield plain_name(name), module
 
 
@@ -88,9 +89,9 @@ def _product(name: str, linear: nn.Module, multiply: Multiply) -> Fp8Product:
     """Return the product of a layer. Raises UserError if the kernels cannot compute a rank's part of it."""
     if not isinstance(linear, CUT):
         return Fp8Product(multiply=multiply)
-    if any(width % MULTIPLE for width in linear.weight.shape):
+    if any(width % FP8_MULTIPLE for width in linear.weight.shape):
         raise UserError(
             f"--fp8: {name} has a part of {' x '.join(map(str, linear.weight.shape))} on each rank, but fp8 products "
-            f"need multiples of {MULTIPLE}: set a smaller tensor_parallel.autotp_size"
+            f"need multiples of {FP8_MULTIPLE}: set a smaller tensor_parallel.autotp_size"
         )
     return Fp8Product(multiply=multiply, group=linear.group, cut_inputs=isinstance(linear, RowParallelLinear))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from harness.config.values.arguments import FP8_MULTIPLE
 from harness.parallel.comm import Context, apply, group_size
 from harness.parallel.compiling import Eager
 
@@ -28,8 +29,6 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 SMALLEST = 1e-12
 """The least that a row's largest element is taken for: rows of zeros have a scale, too."""
-MULTIPLE = 16
-"""Kernels of fp8 products need widths that are multiples of it."""
 
 Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
 """Returns a b^T / (of_a of_b^T) [m, n] in a dtype, of e4m3 codes a [m, k], b [n, k] and their scales [m, 1], [n, 1]."""
@@ -37,7 +36,7 @@ Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Te
 
 def on_device(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply by the device's own kernel; see `Multiply`."""
-    extra = -a.shape[1] % MULTIPLE  # tokens, in the product of a weight's gradient
+    extra = -a.shape[1] % FP8_MULTIPLE  # tokens, in the product of a weight's gradient
     if extra:
         a, b = (pad(each.view(torch.uint8), (0, extra)).view(E4M3) for each in (a, b))
     return torch._scaled_mm(  # noqa: SLF001  # torch has no public name for it

@@ -42,6 +42,7 @@ class PushCallback(PushingCallback):
         self._console = console
         self._copies = copies  # whether this is rank 0
         self._uploads: Uploads | None = None  # on rank 0, once training begins
+        self._earlier = _rows(self._output_dir, store) if copies else {}  # before `run.json` is written anew
         self._complete: list[JsonObject] = []
         self._failed: list[JsonObject] = []
 
@@ -73,7 +74,7 @@ class PushCallback(PushingCallback):
         names: list[str] = []
         with suppress(CANNOT):  # then the newest is copied once more
             names = [name for _, name in self.store.checkpoints()]
-        self._complete = [{"name": name} for name in reversed(names)]
+        self._complete = [self._earlier.get(name, {"name": name}) for name in reversed(names)]
         newest = newest_whole(output_dir)
         if newest is not None and newest.name not in names:
             self._push(newest)
@@ -164,6 +165,15 @@ class PushCallback(PushingCallback):
             content = read_json(output_dir / RUN)
             content["pushed"] = {"to": self.store.url, "complete": self._complete, "failed": self._failed}
             replace_text(output_dir / RUN, json.dumps(content, indent=2) + "\n")
+
+
+def _rows(output_dir: Path, store: Store) -> dict[str, JsonObject]:
+    """Return what the `run.json` of an earlier process says of each complete copy in the store, by its name."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or one that somebody has replaced
+        pushed = read_json(output_dir / RUN)["pushed"]
+        if pushed["to"] == store.url:
+            return {row["name"]: row for row in pushed["complete"]}
+    return {}
 
 
 def _link(folder: Path, into: Path, names: list[str]) -> None:

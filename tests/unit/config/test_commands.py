@@ -90,6 +90,19 @@ def test_no_fix_is_offered_that_would_not_be_applied(text, tmp_path, capsys):
     assert "fixes available: 1 with --fix --unsafe-fixes" in capsys.readouterr().out
 
 
+def test_a_config_is_checked_for_a_run_in_fp8(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 8, "fp16": {"enabled": true}}', "utf-8")
+    assert main(["check", str(path)]) == 0
+    assert main(["check", str(path), "--fp8", "rowwise"]) == 1
+    assert "error[DS410]: --fp8 rowwise needs bf16, but this run computes in fp16" in capsys.readouterr().out
+    path.write_text('{"train_batch_size": 8, "bf16": {"enabled": true}}', "utf-8")
+    assert main(["check", str(path), "--fp8", "rowwise", "--model", "tiny-llama"]) == 0
+    assert "compute capability 8.9 or more" in capsys.readouterr().out
+    assert main(["check", str(path), "--fp8", "no", "--model", "tiny-llama"]) == 0
+    assert "fp8" not in capsys.readouterr().out
+
+
 def test_github_gets_workflow_commands(wrong, capsys):
     main(["check", wrong, "--format", "github"])
     lines = capsys.readouterr().out.splitlines()

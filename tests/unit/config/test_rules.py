@@ -24,9 +24,10 @@ def findings(rule: Rule, text: str) -> list[Diagnostic]:
     arguments = options.pop("arguments", None)
     try:
         document = from_text(text)
-        if arguments is not None:
-            resolve(document, AutoValues(**arguments, given=frozenset(arguments)))
-        return check(document, **options)
+        values = None if arguments is None else AutoValues(**arguments, given=frozenset(arguments))
+        if values is not None:
+            resolve(document, values)
+        return check(document, arguments=values, **options)
     except ConfigError as error:
         return error.diagnostics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import time
@@ -199,6 +200,20 @@ def test_a_lost_checkpoint_ends_a_run_before_it_starts_only_without_a_second_pla
         check_before_start(script, alone, LaunchEnv())
 
 
+@pytest.mark.parametrize(("url", "package"), [("gs://bucket/run", "gcsfs"), ("s3://key:secret@bucket/run", "s3fs")])
+def test_a_store_whose_package_is_missing_ends_a_run_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, package: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else found(name))
+    args = TrainingArguments(str(tmp_path), deepspeed_config={"train_batch_size": 2}, push_checkpoints_to=url)
+    with pytest.raises(UserError) as refused:
+        check_before_start(ScriptArguments(model_name_or_path="tiny-llama"), args, LaunchEnv())
+    assert "secret" not in str(refused.value) and str(refused.value).endswith(
+        f"{url[:2]}:// needs {package}, which is not installed: pip install {package}"
+    )
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_that_a_killed_process_has_not_copied_is_copied_by_the_next(tmp_path: Path) -> None:
     output_dir, bucket = tmp_path / "run", tmp_path / "bucket"
@@ -208,6 +223,21 @@ def test_a_checkpoint_that_a_killed_process_has_not_copied_is_copied_by_the_next
     callback.on_train_begin(args, state, TrainerControl())
     callback.on_train_end(args, state, TrainerControl())
     assert damage(bucket / "checkpoint-2") is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_resumed_run_keeps_what_an_earlier_process_said_of_its_copies(tmp_path: Path) -> None:
+    output_dir = tmp_path / "run"
+    args = TrainingArguments(output_dir=str(output_dir), push_checkpoints_to=f"file://{tmp_path}/bucket")
+    for step in (2, 4):
+        checkpoint(output_dir, step)
+        callback, state = pushing(args, LaunchEnv(), CONSOLE), TrainerState(global_step=step)
+        (output_dir / "run.json").write_text("{}")  # as each process writes it anew
+        callback.on_train_begin(args, state, TrainerControl())
+        callback.on_train_end(args, state, TrainerControl())
+    rows = json.loads((output_dir / "run.json").read_text())["pushed"]["complete"]
+    assert [row["name"] for row in rows] == ["checkpoint-2", "checkpoint-4"]
+    assert all(row["bytes"] > 0 and row["seconds"] >= 0 for row in rows)
 
 
 @pytest.mark.parametrize(

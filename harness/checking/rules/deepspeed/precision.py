@@ -269,3 +269,27 @@ def auto_cast_without_fp16(view: RunView) -> Iterator[Finding]:
             hint="remove it, or enable fp16" if view.precision == "fp32" else "remove it",
             deepspeed="fails in the first forward pass",
         )
+
+
+@rule("DS410", "fp8-without-bf16", Severity.ERROR, claim="elsewhere", arguments={"fp8": "rowwise"})
+def fp8_without_bf16(view: RunView) -> Iterator[Finding]:
+    """--fp8 needs a run in bf16; `rowwise` also needs an NVIDIA GPU of compute capability 8.9 or more.
+
+    With `ds-harness check --fp8 rowwise`, and in a run. The linear layers of decoder layers then compute in fp8, if
+    their widths are multiples of 16. Head, embeddings, norms, attention, fused experts, routers and adapters stay in
+    bf16. Of NVIDIA's GPUs, Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell (B200) and later ones have fp8;
+    A100 and older ones do not, nor do AMD's and CPUs here: there `emulate` computes the same numbers, slowly.
+
+    Wrong: {"train_batch_size": 8}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
+    """
+    how = "no" if view.arguments is None else view.arguments.fp8
+    if how != "no" and view.precision != "bf16":
+        of_file = next((name for name in ("fp16", view.bf16_section) if view.has(f"/{name}/enabled")), "bf16")
+        yield Finding(
+            pointer=f"/{of_file}/enabled",
+            message=f"--fp8 {how} needs bf16, but this run computes in {view.precision}",
+            hint="set bf16.enabled to true, or leave out --fp8",
+            deepspeed="knows no fp8",
+            on_value=True,
+        )
