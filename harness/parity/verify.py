@@ -52,7 +52,7 @@ SECTIONS = (
 VALUES = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 READ = {
     "pipeline": (
-        *("stages", "partition", "schedule", "chunks_per_stage", "parts_per_stage"),
+        *("stages", "partition", "schedule", "chunks_per_stage"),
         "activation_checkpoint_interval",
     ),
     "tensor_parallel": ("autotp_size", "sequence_parallel"),

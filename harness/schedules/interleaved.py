@@ -75,5 +75,4 @@ SCHEDULE = PipelineSchedule(
     in_flight=in_flight,
     chunks=None,
     predicted_as="1f1b",
-    replaces={"looped-bfs": "which idles as little and holds fewer activations"},
 )

@@ -38,5 +38,4 @@ SCHEDULE = PipelineSchedule(
     order=one_forward_one_backward,
     waits=waits,
     in_flight=in_flight,
-    replaces={"1f1b-async": "which is as fast"},
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 from harness.schedules.chunks import ModelChunks
@@ -49,7 +49,6 @@ class PipelineSchedule:
         defers: whether weight gradients may be computed last of all.
         defers_by_stage: whether stage s keeps the operands of weight gradients for s micro-batches.
         predicted_as: name of the schedule whose memory and time it has, but for the number of chunks; "" for its own.
-        replaces: schedule of an earlier version -> why this one can replace it.
     """
 
     name: str
@@ -62,4 +61,3 @@ class PipelineSchedule:
     defers: bool = False
     defers_by_stage: bool = False
     predicted_as: str = ""
-    replaces: Mapping[str, str] = field(default_factory=dict)

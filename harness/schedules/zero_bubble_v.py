@@ -41,5 +41,4 @@ SCHEDULE = PipelineSchedule(
     chunks=2,
     folded=True,
     defers=True,
-    replaces={"interleaved-zero-bubble": "which idles as little"},
 )

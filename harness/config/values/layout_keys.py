@@ -10,13 +10,9 @@ from harness.schedules import DEFAULT, SCHEDULES
 
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
-REMOVED_SCHEDULES = {
-    old: f"use {each.name}, {why}" for each in SCHEDULES.values() for old, why in each.replaces.items()
-}
-"""Schedule of an earlier version -> advice."""
 INDUCTOR = "inductor"
 """The default backend of torch.compile."""
-CHUNKS, OLD_CHUNKS = "/pipeline/chunks_per_stage", "/pipeline/parts_per_stage"
+CHUNKS = "/pipeline/chunks_per_stage"
 TENSOR = "/tensor_parallel/autotp_size"
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
 """Keys of the context-parallel size: the harness's own, and DeepSpeed's, which means the same."""
@@ -37,7 +33,6 @@ TOKEN_PIECES = "/expert_parallel/token_pieces"
 LEAST = {
     "/pipeline/stages": 1,
     CHUNKS: 1,
-    OLD_CHUNKS: 1,
     "/pipeline/activation_checkpoint_interval": 0,
     CONTEXT: 1,
     LOSS_TILE: 0,

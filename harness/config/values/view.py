@@ -14,7 +14,6 @@ from harness.config.values.layout_keys import (
     DEEPSPEED_CONTEXT,
     GRADIENT_BITS,
     INDUCTOR,
-    OLD_CHUNKS,
     ONE_REDUCTION,
     TENSOR,
     TOKEN_PIECES,
@@ -81,7 +80,7 @@ class ConfigView:
     def chunks(self) -> ModelChunks:
         """The model chunks of the pipeline schedule."""
         schedule = schedule_name(self.get("/pipeline/schedule")) or DEFAULT
-        return model_chunks(self.pp_size, schedule, self.size(CHUNKS) or self.size(OLD_CHUNKS))
+        return model_chunks(self.pp_size, schedule, self.size(CHUNKS))
 
     @cached_property
     def tp_size(self) -> int:

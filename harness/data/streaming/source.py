@@ -248,8 +248,7 @@ class Streamed(OwnOrder, SeveralSources):
             positions = [{"sample": 0, "at": 0}] * len(self.sources)
         counts = self._shares.before(number * self._buffer)
         for source, kept, count in zip(self.sources, positions, counts, strict=True):
-            at = kept.get("at", count)  # absent from checkpoints of older versions
-            source.seek({**kept, "sample": min(kept["sample"] + count - at, count)})
+            source.seek({**kept, "sample": min(kept["sample"] + count - kept["at"], count)})
 
     def _read(self, index: int) -> Sample:
         (number,), (position,) = self._shares.positions(index, 1)

@@ -53,7 +53,6 @@ ACTS = {
     "/pipeline/partition": "stage boundaries",
     "/pipeline/schedule": "the order in which stages compute",
     "/pipeline/chunks_per_stage": "stage boundaries",
-    "/pipeline/parts_per_stage": "as chunks_per_stage",
     "/pipeline/activation_checkpoint_interval": "the staged module",
     "/pipeline/pipe_partitioned": "PipelineEngine",
     "/pipeline/grad_partitioned": "PipelineEngine",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checking import check, resolve
+from harness.checking import resolve
 from harness.config import AutoValues
 from harness.config import resolve as resolve_unchecked
 from harness.config.text.diagnostic import ConfigError
-from harness.config.text.document import from_values, load
+from harness.config.text.document import load
 from harness.config.values.config_file import PRESETS
 
 AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
@@ -181,17 +181,6 @@ def test_what_cannot_run_is_refused(config, values, code, says):
         resolved(config, **values)
     assert [d.code for d in caught.value.diagnostics] == [code]
     assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("keys", "chunks"),
-    [({"parts_per_stage": 3}, 3), ({"chunks_per_stage": 4}, 4), ({"parts_per_stage": 3, "chunks_per_stage": 4}, 4)],
-)
-def test_the_old_name_of_chunks_per_stage_is_read(keys: dict[str, int], chunks: int) -> None:
-    config = {"train_batch_size": 8, "pipeline": {"stages": 2, "schedule": "interleaved", **keys}}
-    assert resolve(config, AutoValues(world_size=2)).chunks.per_stage == chunks
-    old = [(one.code, one.pointer) for one in check(from_values(config), world_size=2) if one.code == "DS105"]
-    assert old == [("DS105", "/pipeline/parts_per_stage")] * ("parts_per_stage" in keys)
 
 
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*.json")), ids=lambda path: path.stem)

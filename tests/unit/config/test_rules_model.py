@@ -237,15 +237,6 @@ def test_words_of_the_pipeline_are_known(key: str, value: object, is_known: bool
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"),
-    [("1f1b-async", "1f1b"), ("Looped-BFS", "interleaved"), ("interleaved-zero-bubble", "zero-bubble-v")],
-)
-def test_a_schedule_that_was_removed_is_refused_with_another_one(name: str, instead: str) -> None:
-    (finding,) = said(pipe(2, schedule=name), "DS608")
-    assert f"schedule {name!r} was removed; use {instead}, which" in str(finding)
-
-
-@pytest.mark.parametrize(
     ("more", "words"),
     [
         (

@@ -139,17 +139,6 @@ def test_every_layout_reads_the_same_and_a_position_leads_to_the_same_samples(te
     assert plain(again[48]) == first  # as after a rollback
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_position_of_an_older_version_leads_to_the_same_samples(packing, text, chats):
-    data = mixed(text, chats, packing=packing)
-    kept = json.loads(json.dumps(data.position(48)))
-    for place in kept["sources"]:
-        del place["at"], place["mark"]  # which it did not have
-    again = mixed(text, chats, packing=packing)
-    again.seek(kept, 48)
-    assert [plain(again[k]) for k in range(48, 60)] == [plain(data[k]) for k in range(48, 60)]
-
-
 def test_a_buffer_is_shuffled_within(text, chats):
     wanted, _ = steps_and_a_resume(lambda: mixed(text, chats, 20), [30, 10])
     in_order, _ = drawn(lambda: mixed(text, chats), 10)

@@ -191,7 +191,7 @@ def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
     Right: {"train_micro_batch_size_per_gpu": 1}
     """
     for name in (
-        *("stages", "partition", "schedule", "chunks_per_stage", "parts_per_stage"),
+        *("stages", "partition", "schedule", "chunks_per_stage"),
         "activation_checkpoint_interval",
     ):
         value = view.get(f"/pipeline/{name}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from harness.checking.rules.layout.pipeline import unknown_word
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.config.text.diagnostic import Severity
-from harness.config.values.layout_keys import CHUNKS, OLD_CHUNKS, REMOVED_SCHEDULES, schedule_name
+from harness.config.values.layout_keys import CHUNKS, schedule_name
 from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES
 from harness.wording import counted
 
@@ -20,17 +19,14 @@ def unknown_schedule(view: RunView) -> Iterator[Finding]:
 
     The harness knows `1f1b` (DeepSpeed's own, the default), `gpipe` and `zero-bubble` (ZB-H1, arXiv
     2401.10241); with several model chunks per stage `interleaved`, `zero-bubble-v` and `dualpipe-v`. With more than one
-    stage it refuses any other word. `1f1b-async`, `looped-bfs` and `interleaved-zero-bubble` were removed. DeepSpeed
-    reads the key but does nothing with it: it always runs 1F1B.
+    stage it refuses any other word. DeepSpeed reads the key but does nothing with it: it
+    always runs 1F1B.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zb-h2"}}
     Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zero-bubble"}}
     """
-    asked = view.get("/pipeline/schedule")
-    if schedule_name(asked) is None:
-        finding = unknown_word(view, "schedule", tuple(SCHEDULES), "does nothing with it, and runs 1F1B")
-        instead = REMOVED_SCHEDULES.get(str(asked).lower())
-        yield replace(finding, message=f"schedule {asked!r} was removed", hint=instead) if instead else finding
+    if schedule_name(view.get("/pipeline/schedule")) is None:
+        yield unknown_word(view, "schedule", tuple(SCHEDULES), "does nothing with it, and runs 1F1B")
 
 
 @rule("DS609", "zero-bubble-with-recomputation", Severity.INFO, claim="elsewhere")
@@ -74,14 +70,13 @@ def chunks_of_another_schedule(view: RunView) -> Iterator[Finding]:
     Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
            "schedule": "interleaved", "chunks_per_stage": 4}}
     """
-    pointer = CHUNKS if view.has(CHUNKS) else OLD_CHUNKS
-    asked, schedule = view.size(pointer), schedule_name(view.get("/pipeline/schedule"))
+    asked, schedule = view.size(CHUNKS), schedule_name(view.get("/pipeline/schedule"))
     several = schedule is not None and SCHEDULES[schedule].chunks is None
     if asked is None or schedule is None or view.target != "harness" or view.pp_size == 1:
         return
     if asked < 2 if several else asked != view.chunks.per_stage:
         yield Finding(
-            pointer=pointer,
+            pointer=CHUNKS,
             message=f"the schedule {schedule} has "
             + (
                 "2 model chunks a stage or more"
