@@ -126,7 +126,9 @@ class Tape(TorchDispatchMode):
 
     def _part(self) -> str:
         instruction = self.segments[-1].instruction
-        return "optimizer" if instruction in UPDATE else "backward" if instruction in BACKWARD else "forward"
+        if instruction in UPDATE:
+            return "optimizer"
+        return "backward" if instruction in BACKWARD else "forward"
 
     def _waits(self, given: object) -> tuple[int, ...]:
         """Return the messages that fill the storages of some tensors; what follows has waited for them, too."""

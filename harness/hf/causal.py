@@ -375,8 +375,8 @@ def _loss_tiles(outer: OuterForward, apart: TokenSplit, *, whole_logits: bool) -
 
     Raises UserError for tiles of the loss or of blocks that would change numbers.
     """
-    drawing = "attention" if apart.attention_tile else "feed_forward" if apart.block_tile else None
-    if drawing is not None and outer.uses_rng:
+    if outer.uses_rng and (apart.attention_tile or apart.block_tile):
+        drawing = "attention" if apart.attention_tile else "feed_forward"
         raise UserError(
             f"tiling.{drawing}: the model uses dropout or other random numbers, which tiles would change; set its "
             "dropout rates and --neftune_noise_alpha to 0, or remove it"

@@ -66,7 +66,9 @@ def _layer_counts(layer: nn.Module, text: Mapping[str, Any], seen: set[int]) -> 
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        kind = "experts" if id(parameter) in routed else "matrices" if parameter.dim() > 1 else "vectors"
+        kind = "matrices" if parameter.dim() > 1 else "vectors"
+        if id(parameter) in routed:
+            kind = "experts"
         found[kind] += parameter.numel()
     return LayerCounts(**found)
 

@@ -31,7 +31,7 @@ from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
 from harness.resilience.hosts import HostDevices, address_here, find_hosts, listen
 from harness.resilience.on_host.keeper import GRACE_S, keep
-from harness.resilience.on_host.processes import become_subreaper
+from harness.resilience.on_host.processes import LineReader, become_subreaper
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import QUIET, USAGE, Options, read_options
 from harness.resilience.process.signals import SIGNALS
@@ -39,7 +39,6 @@ from harness.resilience.script import Script
 from harness.resilience.starter import Starter
 from harness.resilience.team import LOST, Offer
 from harness.topology.env import LOOPBACK, SECRET, changed_environment, inherited, replace_environment, run_secret
-from harness.topology.processes import LineReader
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for this long counts as gone
 STOPPED = 0.8  # a stopped rank is ended after this share of --hang_seconds, before others take its host for lost

@@ -1,13 +1,12 @@
-"""Read the state of processes from /proc (this one's ancestors, memory, environment), and what arrives in pipes."""
+"""Read the state of processes from /proc: this one's ancestors, memory, environment."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,18 +124,6 @@ def own_python(*words: str) -> list[str]:
     return [sys.executable, "-P", *words]
 
 
-def present_as(words: Sequence[str]) -> None:
-    """Change the command line that the system shows for this process (in ps and /proc).
-
-    It is truncated to the length of the original command line.
-    """
-    with suppress(OSError, IndexError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        begin, room = int(fields[45]), int(fields[46]) - int(fields[45])
-        text = b"".join(os.fsencode(word) + b"\0" for word in words)
-        ctypes.memmove(begin, text[: room - 1].ljust(room, b"\0"), room)
-
-
 def above() -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield (process, command line) of this process's ancestors, from the parent upwards."""
     process = os.getpid()
@@ -161,21 +148,3 @@ def wait_readable(descriptors: Iterable[int], seconds: float) -> list[int]:
         for descriptor in dict.fromkeys(descriptors):
             waiting.register(descriptor, selectors.EVENT_READ)
         return [key.fd for key, _ in waiting.select(seconds)]
-
-
-class LineReader:
-    """Reads whole lines from a file descriptor without blocking."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.is_closed = False
-        self._rest = b""
-
-    def read(self) -> list[str]:
-        """Return the complete lines that have arrived."""
-        while not self.is_closed and wait_readable([self.descriptor], 0):
-            chunk = os.read(self.descriptor, 1 << 16)
-            self._rest += chunk
-            self.is_closed = not chunk
-        *lines, self._rest = self._rest.split(b"\n")
-        return [line.decode(errors="replace") for line in lines]

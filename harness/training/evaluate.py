@@ -230,7 +230,9 @@ def _sums(
     place, size = engine.groups.coordinate.batch_rank, engine.groups.layout.batch_ranks
     steps = evaluation_steps(len(rows), micro_batch, size)
     # Stages exchange the shape of activations once per call of the engine, so its micro-batches must be padded alike.
-    alike = 0 if engine.has_router_loss else CHUNK if engine.groups.layout.pp_size > 1 else 1
+    alike = CHUNK if engine.groups.layout.pp_size > 1 else 1
+    if engine.has_router_loss:
+        alike = 0
     batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)
     totals = EvaluationTotals()
     for first in range(0, steps, CHUNK):

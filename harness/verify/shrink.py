@@ -236,7 +236,9 @@ def _as_override(value: object, old: object, new: object) -> object:
     """Return a layer's own value beside the config's `new`: equal, larger or smaller, as `value` was beside `old`."""
     if not (is_size(value) and is_size(old) and is_size(new)):
         return value
-    return new if value == old else new * 2 if value > old else max(new // 2, 1)
+    if value == old:
+        return new
+    return new * 2 if value > old else max(new // 2, 1)
 
 
 def _shorter_factors(value: object, length: int) -> object:

@@ -16,7 +16,7 @@ def as_bool(value: object) -> bool | None:
     """Return a value as pydantic's bool, or None if it refuses it."""
     if isinstance(value, str):
         word = value.lower()
-        return True if word in _TRUE else False if word in _FALSE else None
+        return word in _TRUE if word in _TRUE | _FALSE else None
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 

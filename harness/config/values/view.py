@@ -149,8 +149,9 @@ class ConfigView:
     @cached_property
     def precision(self) -> str:
         """fp32, bf16 or fp16, as far as the file sets it."""
-        bf16 = self.on(f"/{self.bf16_section}/enabled")
-        return "bf16" if bf16 else "fp16" if self.on("/fp16/enabled") else "fp32"
+        if self.on(f"/{self.bf16_section}/enabled"):
+            return "bf16"
+        return "fp16" if self.on("/fp16/enabled") else "fp32"
 
     @property
     def bf16_section(self) -> str:

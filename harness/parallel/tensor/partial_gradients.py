@@ -180,7 +180,9 @@ class GivenTensors:
         left: list[Tensor] = []
         for value in (*args, *kwargs.values()):
             tensors = list(_tensors(value))
-            known = 0 if isinstance(value, Mapping) else 1 if isinstance(value, tuple) else len(tensors)
+            known = len(tensors)
+            if isinstance(value, Mapping | tuple):
+                known = 1 if isinstance(value, tuple) else 0
             direct += tensors[:known]
             left += tensors[known:]
         return cls(direct, left)

@@ -9,11 +9,12 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from harness.topology.env import RECORDS
+from harness.topology.processes import wait_readable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
 SWEEP_S = 30.0  # a process that waits for a disk that does not answer cannot be killed
@@ -78,3 +79,33 @@ def _family(found: set[int], parents: dict[int, int]) -> set[int]:
     while more := {process for process, parent in parents.items() if parent in found} - found:
         found = found | more
     return found
+
+
+def present_as(words: Sequence[str]) -> None:
+    """Change the command line that the system shows for this process (in ps and /proc).
+
+    It is truncated to the length of the original command line.
+    """
+    with suppress(OSError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, room = int(fields[45]), int(fields[46]) - int(fields[45])
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        ctypes.memmove(begin, text[: room - 1].ljust(room, b"\0"), room)
+
+
+class LineReader:
+    """Reads whole lines from a file descriptor without blocking."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.is_closed = False
+        self._rest = b""
+
+    def read(self) -> list[str]:
+        """Return the complete lines that have arrived."""
+        while not self.is_closed and wait_readable([self.descriptor], 0):
+            chunk = os.read(self.descriptor, 1 << 16)
+            self._rest += chunk
+            self.is_closed = not chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        return [line.decode(errors="replace") for line in lines]

@@ -27,9 +27,9 @@ from itertools import dropwhile
 from pathlib import Path
 
 from harness.console import drop_output_without_reader
-from harness.resilience.on_host.processes import signal_when_parent_dies
+from harness.resilience.on_host.processes import LineReader, present_as, signal_when_parent_dies
 from harness.topology.env import RECORDS, inherited, replace_environment
-from harness.topology.processes import LineReader, own_python, present_as
+from harness.topology.processes import own_python
 
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # count devices by NVML: a CUDA context is lost in a fork
 TITLE = "ds-harness: ready for a start"  # its command line in ps

@@ -179,11 +179,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
             pointer=visit.pointer,
             message=f"{name_of(visit.pointer)} is deprecated",
             hint="remove it" if shadowed or (new in _OFFLOADS and as_bool(visit.value) is not True) else hint,
-            deepspeed="ignores it because bf16 is set"
-            if shadowed
-            else "does nothing with either name"
-            if visit.parent == "/pipeline"
-            else "still reads it",
+            deepspeed="ignores it because bf16 is set" if shadowed else "still reads it",
             edits=_modern(view, visit, new),
         )
     if isinstance(switch := view.get("/zero_optimization"), bool):
