@@ -57,6 +57,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.pushing import pushing
     from harness.extras.read_ahead import ReadAhead
     from harness.extras.rebalancing.rebalancer import Rebalancer
+    from harness.extras.rollback import Rollback
 
     return replace(
         parts,
@@ -72,6 +73,7 @@ def _with_extras(parts: Parts) -> Parts:
         pushing=pushing,
         read_ahead=ReadAhead,
         rebalancer=Rebalancer,
+        rollback=Rollback,
         user_optimizer=user_optimizer,
     )
 

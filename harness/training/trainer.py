@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -59,7 +59,7 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
-from harness.training.parts import ModelExport, Parts, PushingCallback, needed
+from harness.training.parts import ModelExport, Parts, PushingCallback, RollsBack, needed
 from harness.training.parts.data import AnyTokenizer, UserData
 from harness.training.parts.objective import Objective
 from harness.training.prepare.plan import RunInputs, plan_run
@@ -70,7 +70,7 @@ from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import load_best, note_evaluation
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.nonfinite import NonFinite
-from harness.training.saving.resume import Rollback, begin_or_resume, resume_named
+from harness.training.saving.resume import begin_or_resume, resume_named
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -188,8 +188,9 @@ class Trainer:
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
             self.checkpoints = Checkpoints(run, self.nonfinite, partial(self._call, "on_save"), overridden)
-            # Rollback shares its list of skipped samples with the stream, so it comes before resuming fills that list.
-            self.rollback = Rollback(run)
+            self._rollback: RollsBack | None = None
+            if args.nonfinite == "rollback":
+                self._rollback = needed(self.parts.rollback, "--nonfinite rollback", "harness.extras")(run)
             begin_or_resume(run)
             self.checkpoints.resumed(run.spec.checkpoint)
             self._call("on_init_end")
@@ -262,12 +263,14 @@ class Trainer:
         step = self._training_step if is_ours else self.training_step  # another one may look at weights after it
         deferred = signals.at_the_end_of_a_step(run.console.say, run.spec.inputs.env.parent)
         with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
-            guard = partial(self.rollback.guarding, recorder, self._settle)  # rolls back a non-finite step
-            guarded = guard if run.spec.args.nonfinite == "rollback" else nullcontext
+            guarded: Callable[[], AbstractContextManager[None]] = nullcontext
+            if self._rollback is not None:
+                guarded = partial(self._rollback.guarding, recorder.rewind, self._settle)
             self._next_event = 0
             self._call("on_train_begin")
             self._call("on_epoch_begin")
-            self.rollback.begin(self.save_checkpoint)
+            if self._rollback is not None:
+                self._rollback.begin(self.save_checkpoint)
             self._agree_on_control()  # a signal ends the run after its first step
             if run.evaluation_due and self.eval_dataset is not None:
                 stop = self._evaluate_and_save(recorder, evaluate=True)

@@ -7,6 +7,7 @@ for an absent part is refused; any other run trains without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar
@@ -172,6 +173,21 @@ class RebalancesStages(Protocol):
         """Return whether layers have moved after a step, in which case the run has a new engine."""
 
 
+class RollsBack(Protocol):
+    """Rolls a run back to its newest checkpoint after a step that is not finite; all ranks call it."""
+
+    def begin(self, save: Callable[[], object]) -> None:
+        """Save the initial state if no checkpoint exists."""
+
+    def guarding(self, rewind: Callable[[int], None], settle: Callable[[], None]) -> AbstractContextManager[None]:
+        """Roll back if the block raises NonFiniteStep.
+
+        Args:
+            rewind: drops what is recorded of the steps after one.
+            settle: completes a pending save.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a run; None for an absent part.
@@ -197,6 +213,7 @@ class Parts:
         measure_layers: times the layers of a model on a micro-batch (`pipeline.partition: measured`).
         placement_advice: returns a warning if tensor-parallel groups cross hosts.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
+        rollback: makes the object that rolls a run back (`--nonfinite rollback`).
         user_optimizer: checks the Trainer's `optimizers`, given the run's inputs, model, adapters, config and layout.
         monitors: opens monitors, given their sections of the DeepSpeed JSON, the run's id and the first step.
         argument_notes: returns notes on HuggingFace arguments that have no effect.
@@ -224,6 +241,7 @@ class Parts:
     measure_layers: Callable[..., list[float]] | None = None
     placement_advice: Callable[[Layout, Hosts], str | None] | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None
+    rollback: Callable[..., RollsBack] | None = None
     user_optimizer: Callable[..., GivenOptimizer] | None = None
     monitors: Callable[[Mapping[str, JsonObject], str, int], RunMonitors] | None = None
     argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()

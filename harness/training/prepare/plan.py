@@ -208,6 +208,8 @@ def _require_parts(args: TrainingArguments, parts: Parts, resolved: Resolved) ->
         needed(parts.compression, "gradient_compression", "harness.extras")
     if args.dataloader_num_workers:
         needed(parts.read_ahead, "--dataloader_num_workers", "harness.extras")
+    if args.nonfinite == "rollback":
+        needed(parts.rollback, "--nonfinite rollback", "harness.extras")
     if args.rebalance_steps:
         needed(parts.rebalancer, "--rebalance_steps", "harness.extras")
     if parts.monitors is None and monitor_sections(args, args.output_dir, resolved.config):

@@ -435,6 +435,7 @@ def training_stream(run: Run) -> BatchStream | None:
         one_length=run.engine.needs_one_length,
         read_ahead=read_ahead,
     )
+    stream.skipped = run.state.skipped_samples  # one list: what a resume or a rollback adds to it, the stream skips
     report_padding(run.console, stream.padding_share(), packed=run.spec.args.packing)
     return stream
 

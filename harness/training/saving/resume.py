@@ -1,4 +1,4 @@
-"""Resume a checkpoint in any layout, or roll back to one (`--nonfinite rollback`).
+"""Resume a checkpoint in any layout.
 
 A checkpoint restores the weights and the optimizer's states. Learning rate, decay, betas, clipping and schedule come
 from the arguments and the JSON of the resuming run, at the step that was reached.
@@ -7,30 +7,25 @@ from the arguments and the JSON of the resuming run, at the step that was reache
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
 from harness.batches.order import OwnOrder
-from harness.checkpoint import training_state
 from harness.checkpoint.directories import TrainingProgress, read_manifest
-from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_id
+from harness.checkpoint.integrity import damage, find_resume, run_id
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, broadcast_object
 from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, require_same_training, with_steps_left
 from harness.training.prepare.run import Run
-from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import restore_best
-from harness.training.saving.nonfinite import NonFiniteStep
 from harness.wording import counted
 
 
@@ -178,73 +173,3 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
             yield from _flat(f"{name}.{index}", inner)
     else:
         yield name, value
-
-
-AT_MOST = 3
-"""The run stops after this many consecutive rollbacks without progress."""
-
-
-class Rollback:
-    """Rolls a run back to its newest checkpoint after a non-finite step, and skips that step's samples."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._in_a_row = 0
-        self._failed_at = 0
-        if run.stream is not None:
-            run.stream.skipped = run.state.skipped_samples
-
-    def begin(self, save: Callable[[], object]) -> None:
-        """With `--nonfinite rollback`, save the initial state if no checkpoint exists; all ranks call it."""
-        if self.run.spec.args.nonfinite == "rollback" and self._newest() is None:
-            save()
-
-    @contextmanager
-    def guarding(self, recorder: Recorder, settle: Callable[[], None]) -> Iterator[None]:
-        """Roll back if the block raises NonFiniteStep, which all ranks raise together.
-
-        `settle` completes a pending save.
-        """
-        try:
-            yield
-        except NonFiniteStep as error:
-            with inside("rolling back"):
-                settle()
-                self._go_back(str(error), recorder)
-        else:
-            if self.run.state.global_step > self._failed_at:
-                self._in_a_row = 0
-
-    def _go_back(self, reason: str, recorder: Recorder) -> None:
-        run, state, stream = self.run, self.run.state, self.run.stream
-        assert stream is not None
-        first, stop = stream.consumed - stream.global_batch, stream.consumed
-        self._in_a_row += 1
-        self._failed_at = max(self._failed_at, state.global_step + 1)
-        # The same samples again: skipping them has not helped.
-        if self._in_a_row > AT_MOST or [first, stop] in state.skipped_samples:
-            raise UserError(
-                f"{reason}: training stops after {self._in_a_row - 1} rollbacks that did not help; "
-                "resume with a lower learning rate or other data"
-            )
-        checkpoint = self._checkpoint(reason)
-        state.skipped_samples.append([first, stop])
-        load(run, checkpoint)
-        recorder.rewind(state.global_step)
-        run.console.warn(
-            f"{reason}: back to {checkpoint}, step {state.global_step}; samples {first} to {stop - 1} of the training "
-            "order are skipped"
-        )
-
-    def _checkpoint(self, reason: str) -> Path:
-        """Return the newest checkpoint with unchanged files; all ranks call it. Raises UserError without one."""
-        newest = self._newest() or self.run.spec.checkpoint
-        found, changed = training_state.first_unchanged(newest, self.run.spec.output_dir, auto=True)
-        for line in changed:
-            self.run.console.warn(f"{line}: ignored")
-        if found is None:
-            raise UserError(f"{reason}: training stops, as there is no checkpoint to go back to")
-        return found
-
-    def _newest(self) -> Path | None:
-        return chosen_by_rank_0(lambda: newest_whole(self.run.spec.output_dir))
