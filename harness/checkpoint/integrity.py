@@ -174,7 +174,7 @@ def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = Fals
     if wanted is not None:
         if reason := damage(Path(wanted)):
             raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there ({reason})")
-        if Path(wanted).resolve().parent == output_dir.resolve():
+        if Path(wanted).resolve().parent == output_dir.resolve():  # this run itself, which goes on in its directory
             return Path(wanted)
     if not overwrites:
         require_unused(output_dir)

@@ -120,7 +120,7 @@ class FlatOptimizer(BF16_Optimizer):
             return lambda: None
         sent = flat if how.dtype in (None, flat.dtype) else flat.to(how.dtype)
         if how.before != 1.0:
-            sent.mul_(how.before)
+            sent.mul_(how.before)  # perhaps the sums themselves, of which only this rank's slice is read again
         received = torch.empty_like(own, dtype=sent.dtype)
         work = comm.reduce_scatter_tensor(received, sent, group=ranks, async_op=True)
 
@@ -186,6 +186,8 @@ class FlatOptimizer(BF16_Optimizer):
         for group, gradient in zip(groups, self.slices, strict=True):
             (weights,) = group["params"]
             weights.grad = gradient if gradient.dtype == weights.dtype else gradient.to(weights.dtype)
+        # torch's `step` updates all groups of the optimizer. One group at a time, the weights of each can be sent while
+        # the next is updated; with nothing to send, one call is cheaper.
         together = all(dist.get_world_size(ranks) == 1 for ranks in self._weights_over)
         try:
             for number, index in enumerate(order):

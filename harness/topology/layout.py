@@ -85,6 +85,7 @@ class Layout:
 
         Raises UserError if pipeline x context x tensor does not divide `world_size`.
         """
+        # One copy of the model: its context ranks lie on the data axis, so that axis has at least so many.
         model = cls(pp_size=pp_size, tp_size=tp_size, dp_size=cp_size, cp_size=cp_size)
         dp_size, left_over = divmod(world_size, model.world_size)
         if world_size < 1 or left_over or not dp_size:

@@ -97,9 +97,10 @@ def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argume
     return function(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
 
 
-@cache
+@cache  # once for the process: a second wrapper would call the first
 def _wrap_interface() -> None:
     """Wrap the mask functions that models look up, so that they follow the active contexts."""
+    # Every model takes its mask function from this mapping, by the name of its attention, in each forward.
     plain = AttentionMaskInterface.__getitem__
 
     def get(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:

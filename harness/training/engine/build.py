@@ -94,7 +94,8 @@ def build_engine(
     _configure_checkpointing(spec, groups)
     engine, compression = _initialize(spec, groups, config, module, grid, first_names(layers))
     give_timeout(open_groups() - groups_before)  # DeepSpeed's own groups have a timeout of 30 minutes
-    # All ranks have built their layers from the same seed. From now on data ranks and stages must draw differently.
+    # All ranks have built their layers from the same seed. From now on data ranks and stages must draw differently, but
+    # tensor-parallel ranks alike: they hold the same hidden states.
     coordinate = groups.coordinate
     torch.manual_seed(spec.args.seed + coordinate.dp_rank + 1000 * coordinate.stage)
     _prepare(engine, module, spec, groups, traits)
@@ -378,6 +379,7 @@ def layer_finisher(spec: EngineSpec, groups: Groups, part: Zero3Partition | None
         **config["zero_optimization"],
         "zero_hpz_partition_size": secondary_size(spec, groups),
     }
+    # Without a group zero.Init would partition over all ranks. One of this rank alone is created without the others.
     alone = [dist.get_rank()]
     data_group = groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
 

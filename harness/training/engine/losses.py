@@ -186,6 +186,8 @@ class CausalLoss(Loss):
         `outputs` are logits [batch, sequence, vocabulary or vocabulary shard], or the sum of `of_tile` over all tiles
         (a scalar); labels are [batch, sequence]. Padding rows have only label -100.
         """
+        # A weighted sum, not a mean: micro-batches differ in their number of labels. With the weight of `Engine.weigh`
+        # the result of the step is the mean over the labels of the global batch.
         weight, *_ = targets
         total = outputs if outputs.dim() == 0 else self._sum(targets, outputs)
         return total * weight
@@ -293,7 +295,7 @@ class MeanLoss(Loss):
         n = first_tensor(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
             n = int(rows)
-        if n == 0:
+        if n == 0:  # only padding, of which the mean would be NaN
             return weight * 0.0
         kept = tuple(label[:n] for label in labels)
         return _called(self.loss_fn, _head(outputs, n), kept[0] if len(kept) == 1 else kept) * n * weight
@@ -332,6 +334,7 @@ class LogitsLoss(Loss):
         outputs = self.context.join(outputs, labels.shape[1])
         if not self.per_label:
             return MeanLoss(self.loss_fn)(outputs, targets) / self.context.size
+        # The function divides its sum by this number, which multiplies it by the weight.
         return _called(self.loss_fn, outputs, labels, num_items_in_batch=1 / weight) / self.context.size
 
 

@@ -124,6 +124,7 @@ def grouped(module: nn.Module, group: Callable[[str], tuple[int, ParameterGroup]
         group: returns the index of a parameter's group, and the options of that group, by the name in `module`.
     """
     groups: dict[tuple[int, bool, bool], ParameterGroup] = {}
+    # The sort is stable, so ranks with the same layers flatten their parameters in the same order.
     ordered = sorted(module.named_parameters(), key=lambda named: prod(unpartitioned_shape(named[1])) % 8 > 0)
     for name, parameter in ordered:
         if parameter.requires_grad:
@@ -142,7 +143,7 @@ def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:
     """
     found: list[ParameterGroup] = []
     for group in groups:
-        elements = size
+        elements = size  # as if a bucket were full: the first parameter opens one
         for parameter in group["params"]:
             if elements + parameter.numel() > size:
                 found.append({**group, "params": []})

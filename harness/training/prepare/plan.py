@@ -157,6 +157,7 @@ def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config
     Args:
         config: the checked config, if the program has already read it with `args` and checked it for the device.
     """
+    # From cheap to dear: types, model and config are refused before the data is read, which may take hours.
     _require_types(args, inputs, given)
     _require_evaluation(args, given)
     source, adaptation = _source(inputs)

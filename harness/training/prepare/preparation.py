@@ -184,6 +184,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, frozenset[dist.ProcessGroup]]
     args, console, env = spec.args, spec.console, spec.inputs.env
     for note in spec.parts.argument_notes(args.without_effect):
         console.say(note)
+    # The watchdog needs the process groups, and these need all ranks: until then only stopped processes are looked for.
     THIS_RANK.doing = "waiting for the other ranks"
     with spec.parts.watch.for_stopped_ranks(args.hang_seconds, console):
         device = start(env)

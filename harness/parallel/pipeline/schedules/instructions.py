@@ -103,6 +103,7 @@ def make_schedule(module: nn.Module, name: str, chunks: ModelChunks, stage: int,
     Args:
         micro_batches: number of micro-batches in a training step.
     """
+    # A single stage waits for nobody: no order of passes is faster, and the default keeps the fewest activations.
     order, deferred = SCHEDULES[name if chunks.num_stages > 1 else DEFAULT].order, DeferredGradients()
     defers = any(each.kind is Kind.WEIGHT_GRADIENTS for each in order(chunks, micro_batches, stage))
     if defers:
@@ -114,7 +115,7 @@ def make_schedule(module: nn.Module, name: str, chunks: ModelChunks, stage: int,
 
     def evaluation(micro_batches: int) -> StageProgram:
         forwards = [each for each in order(chunks, micro_batches, stage) if each.kind is Kind.FORWARD]
-        return _program(forwards, chunks, 1)
+        return _program(forwards, chunks, 1)  # no backward pass comes back to a micro-batch
 
     return Schedule(
         chunks=chunks, training=cache(training), evaluation=cache(evaluation), deferred=deferred, defers=defers
