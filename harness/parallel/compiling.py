@@ -6,8 +6,9 @@ calls are not compiled: the graph breaks there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import update_wrapper
+from types import MappingProxyType
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -51,11 +52,20 @@ def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
         module.compile(**options)
 
 
-def waits_for_compiler(backend: str) -> str:
-    """Return a message that says which steps compile, and where the code is cached for later runs."""
+def waits_for_compiler(backend: str, options: Mapping[str, object] = MappingProxyType({})) -> str:
+    """Return a message that says which steps compile, and where the code is cached for later runs.
+
+    Args:
+        options: those of torch.compile. By default it compiles once for a second length, and then for all.
+    """
     kept = ""
     if backend == INDUCTOR:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         kept = f", which keeps its code in {cache_dir()} for later runs"
+    if options.get("dynamic") is False:
+        from torch._dynamo import config
+
+        limit = f"; of more than {config.recompile_limit} lengths the others run uncompiled"
+        return f"compile.dynamic false: the first step of each length waits for {backend}{kept}{limit}"
     return f"compile.enabled: the first step, and the first of another length, wait for {backend}{kept}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -62,6 +62,9 @@ def _activations(module: nn.Module) -> Iterable[tuple[str, str]]:
             if type(child) is type(known) and str(vars(child).get("act")) == str(vars(known).get("act")):
                 yield attribute, ours
                 break
+    for attribute, value in vars(module).items():
+        if isinstance(value, Hashable) and value in FUNCTIONS:
+            yield attribute, FUNCTIONS[value]
 
 
 def _gate(activation: str, plain: Callable[[Tensor], Tensor], gates: Tensor, ups: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def prepare_run(spec: RunSpec) -> Run:
     engine = build_engine(spec, groups, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, spec.resolved.chunks, groups)
     if (backend := spec.resolved.compile_backend) is not None:
-        console.say(waits_for_compiler(backend))
+        console.say(waits_for_compiler(backend, spec.resolved.compile_options))
     report_stages(console, spec.layout, spec.resolved, spec.max_steps, stages)
     _report_given(spec, trainable)
     run = Run(

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,6 +26,7 @@ from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import UNSPLIT, TokenSplit, idle_tiles
+from harness.hf.decoder import ModelLayer
 from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
@@ -267,12 +268,13 @@ def _finisher(
     Also returns a line for the user on the kernels that were chosen; it may be empty.
     """
     args, steps, line = spec.args, [layer_finisher(spec, groups, part)], ""
-    own = args.fused_kernels and spec.resolved.compile_backend is None  # torch.compile fuses more than the harness
+    compiles = spec.resolved.compile_backend is not None  # which fuses more than the harness
+    own = args.fused_kernels and not (compiles and groups.device.type == "cpu")
     liger = args.use_liger_kernel if source.has_values else False
     fusing = needed(parts.fusing, "--use_liger_kernel", "harness.extras") if liger else parts.fusing
     if fusing is not None and (own or liger):
         fuse, line = fusing(source, groups.device, own=own, liger=liger)
-        steps.insert(0, fuse)
+        steps.insert(0, partial(_outside_compiled, fuse) if compiles and liger is not True else fuse)
     if args.fp8 != "no":
         steps.insert(0, needed(parts.fp8, "--fp8", "harness.extras")(spec, groups.device, source.config))
 
@@ -281,6 +283,12 @@ def _finisher(
             step(layer)
 
     return finish, line
+
+
+def _outside_compiled(fuse: Callable[[nn.Module], None], layer: nn.Module) -> None:
+    """Fuse a layer that torch.compile leaves alone, as the final norm and the head are."""
+    if not (isinstance(layer, ModelLayer) and layer.compiled_parts()):
+        fuse(layer)
 
 
 def _require_gradients(causal: CausalModel, spec: EngineSpec) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import reset
+from torch._dynamo.utils import counters
 
-from harness import UserError
+from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checking import check
 from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
 from harness.parallel.compiling import Eager, compile_modules, waits_for_compiler
 from harness.training.engine.spec import LayerTraits
 from harness.training.prepare.trainable import require_compilable
+from tests.support.models import model_of
 
 
 def model(*, uses_rng: bool = False, causal: object = True) -> Any:
@@ -65,6 +70,8 @@ def test_check_refuses_zero_3_and_targets_that_do_not_know_the_key() -> None:
 def test_a_run_says_which_steps_wait_for_the_compiler() -> None:
     assert "of another length, wait for inductor, which keeps its code in /" in waits_for_compiler("inductor")
     assert waits_for_compiler("eager").endswith("wait for eager")
+    several = waits_for_compiler("eager", {"dynamic": False})
+    assert several.endswith("each length waits for eager; of more than 8 lengths the others run uncompiled")
 
 
 def test_an_eager_function_is_called_by_compiled_code() -> None:
@@ -85,3 +92,44 @@ def test_an_eager_function_is_called_by_compiled_code() -> None:
     x = torch.ones(3)
     assert torch.equal(layer(x), torch.full((3,), 3.0)) and torch.equal(layer(x), torch.full((3,), 3.0))
     assert len(seen) == 2 and note.__doc__ == "Note."
+
+
+def tokens(length: int) -> dict[str, list[int]]:
+    return {"input_ids": [(7 * place + length) % 250 for place in range(length)]}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "flags", "graphs"),
+    [
+        ([16] * 4, {}, [1, 1, 1, 1]),
+        ([6, 9, 14, 20, 25, 31], {}, [1, 2, 2, 2, 2, 2]),
+        ([6, 9, 14, 20], {"gradient_checkpointing": True}, [1, 2, 2, 2]),
+        ([16] * 4, {"eval_steps": 2}, [1, 1, 2, 2]),
+    ],
+    ids=["one-length", "lengths", "checkpointing", "evaluation"],
+)
+def test_layers_that_are_alike_are_compiled_once_and_once_more_for_all_lengths(
+    lengths: list[int], flags: dict[str, Any], graphs: list[int], tmp_path: Path
+) -> None:
+    counted: list[int] = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            counted.append(counters["stats"]["unique_graphs"])
+
+    reset()
+    counters.clear()
+    config = {"train_micro_batch_size_per_gpu": 1, "compile": {"enabled": True, "backend": "eager"}}
+    args = TrainingArguments(
+        str(tmp_path),
+        deepspeed_config=config,
+        max_steps=len(lengths),
+        save_steps=0,
+        gradient_accumulation_steps=1,
+        **flags,
+    )
+    rows = [tokens(length) for length in lengths]
+    with closing(Trainer(model_of("qwen3").config, args, rows, rows[:1] if "eval_steps" in flags else None)) as trainer:
+        trainer.add_callback(Count())
+        trainer.train()
+    assert sorted(counted) == counted == graphs
