@@ -69,6 +69,8 @@ def check_inputs(
         require_peft()
         if lora.load_in_4bit:
             require_bitsandbytes()
+            if args.fp8 != "no":
+                raise UserError("--fp8 and --load_in_4bit exclude each other: remove one of them")
     if script.preview_samples and not args.trains:
         raise UserError("--preview_samples shows what is trained: remove --do_eval, or give --do_train")
     if not (args.trains or args.do_eval):

@@ -137,6 +137,7 @@ def dry_run_plan(
     from harness.data.tokenizer import load_tokenizer
     from harness.device.process_group import require_device, require_precision
     from harness.dry_run.rank import DryRun
+    from harness.extras.fp8.layers import kernel_of
     from harness.extras.lora import adapted
     from harness.hf.locate import model_directory
     from harness.hf.skeleton import read_source
@@ -153,6 +154,8 @@ def dry_run_plan(
     if device == "cpu":
         require_precision(resolved.precision)
         require_device(resolved.config, torch.device("cpu"))
+        if args.fp8 == "rowwise":
+            kernel_of(torch.device("cpu"))  # which has none
     return DryRun(
         args=args,
         source=replace(source, has_values=False),

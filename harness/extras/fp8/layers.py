@@ -38,7 +38,7 @@ def fp8_layers(
         raise UserError(
             f'--fp8 {how} needs "bf16": {{"enabled": true}}: this run computes in {spec.resolved.precision}'
         )
-    multiply = emulated if how == "emulate" else kernel or _kernel(device)
+    multiply = emulated if how == "emulate" else kernel or kernel_of(device)
     experts, _ = experts_of(config.get_text_config(decoder=True).to_dict())
 
     def finish(layer: nn.Module) -> None:
@@ -49,7 +49,7 @@ def fp8_layers(
     return finish
 
 
-def _kernel(device: torch.device) -> Multiply:
+def kernel_of(device: torch.device) -> Multiply:
     """Return the product of a GPU that has fp8. Raises UserError for other devices."""
     emulate = "remove --fp8 (--fp8 emulate computes its numbers on any device, slowly)"
     if device.type != "cuda" or torch.version.hip is not None:

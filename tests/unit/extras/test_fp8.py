@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import LlamaConfig
 
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.script import ScriptArguments
+from harness.cli import main
 from harness.errors import UserError
 from harness.extras.fp8 import product as of_product
 from harness.extras.fp8.layers import fp8_layers
@@ -18,6 +22,8 @@ from harness.extras.fp8.product import E4M3, Fp8Product, emulated, on_device
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
+from harness.preflight import check_inputs
+from harness.topology.env import LaunchEnv
 from tests.support.models import model_of
 from tests.unit.hf.test_decoder import build, run
 
@@ -134,3 +140,22 @@ def test_a_run_that_cannot_compute_in_fp8_is_refused(
     with pytest.raises(UserError) as told:
         fp8_layers(spec(**changes), changes.get("device", torch.device("cpu")), LlamaConfig())
     assert str(told.value).startswith(refusal)
+
+
+@pytest.mark.parametrize(
+    ("config", "lora", "said"),
+    [
+        ({}, {}, "DS410 --fp8 emulate needs bf16, but this run computes in fp32"),
+        ({"bf16": {"enabled": True}}, {"use_peft": True, "load_in_4bit": True}, "--fp8 and --load_in_4bit exclude"),
+    ],
+)
+def test_what_fp8_excludes_is_told_before_a_run_starts(config: dict[str, Any], lora: dict[str, Any], said: str) -> None:
+    args = TrainingArguments(deepspeed_config={"train_batch_size": 2, **config}, fp8="emulate")
+    with pytest.raises(UserError, match=said):
+        check_inputs(ScriptArguments(model_name_or_path="tiny-llama"), args, LaunchEnv(), LoraArguments(**lora))
+
+
+def test_a_dry_run_on_a_cpu_has_no_kernel_of_fp8(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--rank", "0", "--world_size", "1", "--device", "cpu", "--bf16", "--fp8", "rowwise"]
+    assert main(["dry-run", *words, "--model_name_or_path", "tiny-llama", "--block_size", "16"]) == 1
+    assert "--fp8 rowwise needs an NVIDIA GPU" in capfd.readouterr().err
