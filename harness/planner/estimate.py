@@ -13,6 +13,7 @@ from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.optimizers import DEFAULT, find
 from harness.planner.hardware import GIB, Hardware
+from harness.planner.lora import Lora
 from harness.planner.memory import StageMemory, stage_memory
 from harness.planner.shape import DecoderShape
 from harness.planner.step import StepSeconds, step_seconds, strategy_stages
@@ -129,7 +130,8 @@ class Estimate(Prediction):
         """Return the row as JSON; programs rely on its keys, which docs/planning.md lists."""
         ranks, strategy = self.strategy.world_size, self.strategy
         rate = self.tokens_per_second / ranks
-        model_flops = rate * self.workload.shape.flops_per_token(self.workload.sequence)
+        frozen = self.workload.lora is not None
+        model_flops = rate * self.workload.shape.flops_per_token(self.workload.sequence, frozen=frozen)
         seconds = {key: value for key, value in asdict(self.seconds).items() if key != "idle"}
         return {
             "layout": {"pipeline": strategy.pp_size, "tensor": strategy.tp_size, "data": strategy.dp_size},
@@ -166,6 +168,7 @@ def predict(
     fused_kernels: bool = True,
     sequences: int = 1,
     fp8: bool = False,
+    lora: Lora | None = None,
 ) -> Prediction:
     """Predict a resolved config: memory only, or with `hardware` an `Estimate` with the seconds of a step too.
 
@@ -177,6 +180,7 @@ def predict(
         fused_kernels: whether a GPU computes norms, rotations and gated activations by one kernel each.
         sequences: sequences of a sample.
         fp8: whether a GPU computes the products of linear layers in fp8.
+        lora: the adapters that are trained; None if all parameters are.
 
     Raises:
         UserError: the device lacks the precision, or there are fewer layers than stages.
@@ -187,6 +191,8 @@ def predict(
         workload = replace(workload, kernels="fused")
     if fp8:
         workload = replace(workload, precision="fp8")
+    if lora is not None:
+        workload = replace(workload, lora=lora)
     if hardware is None:
         return Prediction(workload=workload, strategy=strategy, stages=memory_of(workload, strategy))
     require_precision(hardware, workload.precision)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 
 from harness.planner.hardware import Hardware
+from harness.planner.lora import linear_layers
 from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, expert_exchange, group_along, half_ring, tensor_group
 from harness.planner.update_traffic import update_traffic
-from harness.planner.workload import Strategy, Workload, layer_parameters
+from harness.planner.workload import Strategy, Workload, trained_in_layer
 
 # Seconds of a decoder layer on one device: matrix products, attention, and kernels bound by memory.
 #
@@ -60,14 +61,25 @@ def matmul(
 
 
 def product(
-    hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
+    hardware: Hardware,
+    precision: str,
+    rows: int,
+    inner: int,
+    columns: int,
+    copies: int = 1,
+    kernels: int = 1,
+    *,
+    frozen: bool = False,
 ) -> Seconds:
-    """Return the seconds of a linear layer's product, and of the products for the gradients of input and weight."""
+    """Return the seconds of a linear layer's product, and of the products for the gradients of input and weight.
+
+    A `frozen` weight has no gradient.
+    """
     if not rows * inner * columns * copies:
         return Seconds(0.0, 0.0)
     forward = matmul(hardware, precision, rows, inner, columns, copies, kernels)
     of_input = matmul(hardware, precision, rows, columns, inner, copies, kernels)
-    of_weight = matmul(hardware, precision, inner, rows, columns, copies, kernels)
+    of_weight = 0.0 if frozen else matmul(hardware, precision, inner, rows, columns, copies, kernels)
     return Seconds(forward, of_input + of_weight)
 
 
@@ -199,25 +211,47 @@ def _share(width: int, ranks: int) -> int:
 def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
     """Return the seconds of all matrix products except those of scores and values in attention."""
     tp, precision = strategy.tp_size, workload.precision
-    total = Seconds(0.0, 0.0)
+    linear = partial(product, frozen=workload.lora is not None)
+    total = _adapters(hardware, workload, strategy, layer, tokens)
     for inner, columns in layer.attention_matrices:
         is_cut = columns not in (layer.q_rank, layer.kv_rank + layer.rope)
-        total = total.plus(product(hardware, precision, tokens, inner, _share(columns, tp) if is_cut else columns))
-    total = total.plus(product(hardware, precision, tokens, _share(layer.output, tp), layer.hidden))
+        total = total.plus(linear(hardware, precision, tokens, inner, _share(columns, tp) if is_cut else columns))
+    total = total.plus(linear(hardware, precision, tokens, _share(layer.output, tp), layer.hidden))
     if layer.more > 0:
-        total = total.plus(product(hardware, precision, tokens, layer.hidden, _share(layer.more // layer.hidden, tp)))
+        total = total.plus(linear(hardware, precision, tokens, layer.hidden, _share(layer.more // layer.hidden, tp)))
     for width, rows, copies in _feed_forward(strategy, layer, tokens):
         kernels = 1 if workload.habits.grouped_experts else copies
         for _ in range(1 if workload.habits.fused_elementwise else layer.into_ffn):
             columns = width * (layer.into_ffn if workload.habits.fused_elementwise else 1)
-            total = total.plus(product(hardware, precision, rows, layer.hidden, columns, copies, kernels))
-        total = total.plus(product(hardware, precision, rows, width, layer.hidden, copies, kernels))
+            total = total.plus(linear(hardware, precision, rows, layer.hidden, columns, copies, kernels))
+        total = total.plus(linear(hardware, precision, rows, width, layer.hidden, copies, kernels))
     if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
         moved = _cast_bytes(workload) * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
         routed = layer.hidden + layer.expert_ffn
         moved += _cast_bytes(workload) * tokens * layer.top_k * routed
         cast = moved / hardware.memory_bytes_per_second
         total = total.plus(Seconds(cast, 2 * cast))
+    return total
+
+
+def _adapters(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
+    """Return the seconds of a layer's adapters, and of reading its weights in 4 bits, forward and backward."""
+    total, lora = Seconds(0.0, 0.0), workload.lora
+    if lora is None:
+        return total
+    precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
+    elements = 0
+    for name, inputs, outputs in linear_layers(layer):
+        elements += inputs * outputs
+        if name in lora.targets:
+            cut = _share(inputs if name in ("output", "down") else outputs, strategy.tp_size)
+            inner, columns = (cut, outputs) if name in ("output", "down") else (inputs, cut)
+            total = total.plus(product(hardware, precision, tokens, inner, lora.rank))
+            total = total.plus(product(hardware, precision, tokens, lora.rank, columns))
+    if lora.weight_bytes is not None:
+        moved = elements / strategy.tp_size * (lora.weight_bytes + workload.element_bytes)
+        read = moved / hardware.memory_bytes_per_second
+        total = total.plus(Seconds(read, read))
     return total
 
 
@@ -234,7 +268,7 @@ def _cast_bytes(workload: Workload) -> float:
 def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
     """Return the seconds of adding a micro-batch's weight gradients to their sum."""
     traffic = update_traffic(workload, strategy)
-    moved = layer_parameters(strategy, layer) * traffic.mean_sum(strategy.accumulation)
+    moved = trained_in_layer(workload, strategy, layer) * traffic.mean_sum(strategy.accumulation)
     start = traffic.kernels_each * tensors_of(layer) * hardware.kernel_seconds
     return Seconds(0.0, moved / hardware.memory_bytes_per_second + start)
 
@@ -350,7 +384,7 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     columns = _share(workload.shape.vocab, strategy.tp_size)
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     logits = tokens * columns / hardware.memory_bytes_per_second
-    added = update_traffic(workload, strategy).mean_sum(strategy.accumulation)
+    added = 0.0 if workload.lora is not None else update_traffic(workload, strategy).mean_sum(strategy.accumulation)
     summed = columns * workload.shape.hidden * added / hardware.memory_bytes_per_second
     of_others = LOGIT_BYTES_OF_MEGATRON if workload.habits.fused_elementwise else LOGIT_BYTES_OF_TORCH
     on_gpu = LOGIT_BYTES if workload.habits.loss_in_place else of_others
@@ -364,7 +398,8 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     moved = moved.plus(Seconds(LOSS_KERNELS.forward * start, LOSS_KERNELS.backward * start))
     if _has_narrow_norms(workload):
         moved = moved.plus(_passes(hardware, tokens * workload.shape.hidden, 1, BY_KERNELS[workload.kernels]["norm"]))
-    return product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
+    is_frozen = workload.lora is not None
+    return product(hardware, precision, tokens, workload.shape.hidden, columns, frozen=is_frozen).plus(moved)
 
 
 @lru_cache(maxsize=65536)
@@ -373,7 +408,8 @@ def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy
     tokens = strategy.tokens(workload.sequence)
     moved = 3.0 * tokens * workload.shape.hidden * workload.element_bytes
     elements = workload.shape.vocab * workload.shape.hidden / strategy.tp_size
-    added = 0.0 if workload.shape.tied else update_traffic(workload, strategy).mean_sum(strategy.accumulation)
+    is_frozen = workload.shape.tied or workload.lora is not None
+    added = 0.0 if is_frozen else update_traffic(workload, strategy).mean_sum(strategy.accumulation)
     table = elements * (workload.element_bytes + added)
     rate = hardware.memory_bytes_per_second
     return Seconds(moved / rate, (2 * moved + table) / rate)

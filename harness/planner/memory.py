@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from harness.planner.lora import Target, linear_layers
 from harness.planner.shape import LayerShape
 from harness.planner.traffic import expert_ranks
-from harness.planner.workload import Stage, Strategy, Workload, layer_experts, layer_parameters
+from harness.planner.workload import Stage, Strategy, Workload, layer_experts, layer_parameters, trained_in_layer
 from harness.schedules import SCHEDULES, ModelChunks
 
 ALLOCATOR_SHARE = 0.04  # of activations: the GPU allocator rounds blocks up and leaves gaps between them
@@ -53,14 +54,18 @@ class StageMemory:
 
 def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> StageMemory:
     """Return the memory of a rank of stage `index`."""
-    held = local_parameters(workload, strategy, stage)
-    own = owned_parameters(strategy, held, local_experts(strategy, stage))
+    held = trained_parameters(workload, strategy, stage)
+    own = owned_parameters(strategy, held, trained_experts(workload, strategy, stage))
     parameters, gradients, optimizer, host = _states(
         workload, strategy, held, own, _kept_states(workload, strategy, stage)
     )
+    frozen = frozen_bytes(workload, strategy, stage)
+    host, parameters = (host + frozen, 0.0) if strategy.offloads_parameters else (host, parameters + frozen)
     host += host_activations(workload, strategy, stage, index)
     activations = stage_activations(workload, strategy, stage, index)
     logits = _logits(workload, strategy) if stage.is_last else 0.0
+    if workload.lora is not None and strategy.recompute == "full":  # the logits are gone when the last layer recomputes
+        logits = max(0.0, logits - _recomputed(workload, strategy, stage))
     made = activations + logits
     passing = passing_bytes(
         workload,
@@ -75,6 +80,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
             if stage.layers
             else 0.0,
             below=_below(workload, strategy, stage),
+            gathered=local_parameters(workload, strategy, stage),
             in_flight=in_flight(strategy, index),
         ),
     )
@@ -141,10 +147,36 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
     return total
 
 
+def trained_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return how many of those parameters are trained: all, or the adapters, which are counted besides."""
+    if workload.lora is None:
+        return local_parameters(workload, strategy, stage)
+    return sum(count * trained_in_layer(workload, strategy, layer) for layer, count in stage.layers)
+
+
+def trained_experts(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return how many of a rank's trained parameters are in routed experts."""
+    return local_experts(strategy, stage) if workload.lora is None else 0.0
+
+
+def frozen_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the bytes of a rank's parameters that are not trained; ZeRO-3 divides them, too."""
+    if workload.lora is None:
+        return 0.0
+    held, narrow = local_parameters(workload, strategy, stage), 0.0
+    if workload.lora.weight_bytes is not None:  # linear layers
+        shapes = [
+            (count, inputs * outputs) for layer, count in stage.layers for _, inputs, outputs in linear_layers(layer)
+        ]
+        narrow = sum(count * elements for count, elements in shapes) / strategy.tp_size
+    whole = (held - narrow) * workload.element_bytes + narrow * (workload.lora.weight_bytes or 0.0)
+    return owned_parameters(strategy, whole, 0.0) if strategy.zero_stage == 3 else whole
+
+
 def _below(workload: Workload, strategy: Strategy, stage: Stage) -> float:
-    """Return the number of a rank's parameters in a stage's first layer, and in the embedding before it."""
-    first = layer_parameters(strategy, stage.layers[0][0]) if stage.layers else 0.0
-    return first + (_table(workload, strategy) if stage.is_first else 0.0)
+    """Return the number of a rank's trained parameters in a stage's first layer, and in the embedding before it."""
+    first = trained_in_layer(workload, strategy, stage.layers[0][0]) if stage.layers else 0.0
+    return first + (_table(workload, strategy) if stage.is_first and workload.lora is None else 0.0)
 
 
 def _table(workload: Workload, strategy: Strategy) -> float:
@@ -168,7 +200,7 @@ def owned_parameters(strategy: Strategy, held: float, experts: float) -> float:
 
 def _kept_states(workload: Workload, strategy: Strategy, stage: Stage) -> float:
     """Return how many states the optimizer keeps for each parameter of a stage, on average."""
-    if workload.states == workload.other_states:
+    if workload.states == workload.other_states or workload.lora is not None:
         return workload.states
     inside = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
     held = local_parameters(workload, strategy, stage)
@@ -237,7 +269,7 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
     whole = sum(count * each[layer] for layer, count in stage.layers)
     if strategy.recompute == "full":
         kept = kept_states(strategy, stage) * _state_bytes(workload, strategy) / parallel
-        return flight * kept + put_off * whole + _at_once(strategy, stage) * max(each.values(), default=0.0)
+        return flight * kept + put_off * whole + _recomputed(workload, strategy, stage)
     return (min(flight + put_off, strategy.accumulation) if put_off else flight) * whole
 
 
@@ -264,6 +296,18 @@ def _at_once(strategy: Strategy, stage: Stage) -> int:
     return min(strategy.recompute_every, stage.depth) if strategy.recompute == "full" else 1
 
 
+def _recomputed(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the most bytes of activations that the backward recomputes at a time.
+
+    Beside a frozen model they are most of what a rank holds, so the gradients that pass through its widest layer count.
+    """
+    layers = [layer_activations(workload, strategy, layer) for layer, _ in stage.layers]
+    widths = [layer.hidden + layer.into_ffn * layer.dense_ffn / strategy.tp_size for layer, _ in stage.layers]
+    passing = strategy.tokens(workload.sequence) * max(widths, default=0.0) * workload.element_bytes
+    found = _at_once(strategy, stage) * max(layers, default=0.0)
+    return found if workload.lora is None else found + passing
+
+
 @lru_cache(maxsize=65536)
 def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the bytes that autograd keeps of one layer for one micro-batch."""
@@ -273,25 +317,40 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     whole_input = (
         width if shared > 1 and not workload.habits.gathers_again else 0
     )  # the next product keeps the gathered input
-    outside = layer.hidden * layer.norms * ((_norm_bytes(workload, layer) - whole_input) / shared + whole_input)
+    inputs = _kept_inputs(workload)
+    of_norm = _norm_bytes(workload, layer) - width * (1 - inputs) - whole_input * inputs
+    outside = layer.hidden * layer.norms * (of_norm / shared + whole_input * inputs)
     repeated = layer.heads // max(layer.kv_heads, 1)
     ranks = strategy.cp_size * tp  # several ranks may have copies of one key
     keys = (layer.key + layer.value) * (1 if workload.habits.fused_elementwise or repeated == 1 else repeated)
     copies = 1 if keys == (layer.key + layer.value) * repeated else max(1.0, ranks / max(layer.kv_heads, 1))
-    attention = (layer.query + keys * copies + 2 * layer.output) * width / tp
+    attention = (layer.query + keys * copies + (1 + _keeps_input(workload, "output")) * layer.output) * width / tp
     # the input of the activation, what it is multiplied by, their product, and without kernels the activation's output
     active = (layer.into_ffn + (1 if workload.has_kernels else 2) if layer.gated else 2) * width
+    active -= 0 if _keeps_input(workload, "down") else width
     inside = layer.dense_ffn * active / tp
     if layer.experts:
         whole = tp if strategy.ep_size > 1 else 1  # whole experts: ranks divide their tokens instead
         inside += layer.top_k * (layer.expert_ffn * active / tp + 2 * layer.hidden * width / whole)
         inside += layer.experts * 8
+    if workload.lora is not None:  # between the two matrices of each adapter
+        outside += workload.lora.rank * workload.lora.matrices(layer) * width
     if not strategy.block_tile:
         return tokens * (outside + attention + inside)
     kept = layer.hidden * layer.norms * 2 * width / shared  # the input and the output of each norm
     kept = kept if workload.habits.tiles_norms else outside
     tile = strategy.tokens(workload.sequence, strategy.block_tile)
     return tokens * (kept + attention) + tile * (outside + inside)
+
+
+def _keeps_input(workload: Workload, *targets: Target) -> bool:
+    """Return whether the input of one of these linear layers is kept, for the gradient of its weight or adapter."""
+    return workload.lora is None or workload.lora.adapts(*targets)
+
+
+def _kept_inputs(workload: Workload) -> float:
+    """Return how many of the outputs of a layer's norms are kept: as inputs of attention and of the feed-forward."""
+    return (_keeps_input(workload, "query", "key", "value") + _keeps_input(workload, "gate", "up")) / 2
 
 
 def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
@@ -341,7 +400,7 @@ class StageLoad:
     """The sizes from which the peak of a stage is computed.
 
     Attributes:
-        parameters: number of parameters before ZeRO divides them; `own`: how many of them this rank owns.
+        parameters: number of trained parameters before ZeRO divides them; `own`: how many of them this rank owns.
         gradients: bytes of their sums on the device.
         made: bytes of activations and logits.
         layer: bytes of the first layer's activations; `below`: number of parameters in that layer and before it.
@@ -354,6 +413,7 @@ class StageLoad:
     made: float
     layer: float
     below: float
+    gathered: float
     in_flight: float
 
 
@@ -423,7 +483,7 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: St
     if workload.habits.sums_in_place:
         return 0.0
     if zero == 3:
-        stay = strategy.accumulation > 1 and strategy.gathers_once and load.parameters <= GATHERED
+        stay = strategy.accumulation > 1 and strategy.gathers_once and load.gathered <= GATHERED
         return _buckets(workload, strategy, load) + (_gathered(workload, strategy, stage, load) if stay else 0.0)
     if strategy.flat_sums:
         sent = strategy.sent_bytes or workload.gradient_bytes
@@ -493,12 +553,15 @@ def _gathered(workload: Workload, strategy: Strategy, stage: Stage, load: StageL
     if strategy.dp_size == 1 and not strategy.offloads_parameters:
         return 0.0
     layer = max((_matrix(strategy, layer) for layer, _ in stage.layers), default=0.0)
-    return max(min(load.parameters, GATHERED), 2 * layer) * workload.element_bytes
+    return max(min(load.gathered, GATHERED), 2 * layer) * workload.element_bytes
 
 
 def largest_matrix(workload: Workload, strategy: Strategy, stage: Stage) -> float:
     """Return the number of elements of a rank's largest parameter, whose gradient is allocated at once."""
     shape = workload.shape
+    if workload.lora is not None:
+        widths = [max(inputs, outputs) for layer, _ in stage.layers for _, inputs, outputs in linear_layers(layer)]
+        return float(workload.lora.rank * max(widths, default=0))
     table = shape.vocab * shape.hidden / strategy.tp_size if stage.is_first or stage.is_last else 0.0
     return max([table, *[_matrix(strategy, layer) for layer, _ in stage.layers]])
 

@@ -138,16 +138,17 @@ class DecoderShape:
             self.prologue_parameters + sum(layer.parameters for layer in self.layers) + self.epilogue_parameters - tied
         )
 
-    def flops_per_token(self, sequence: int) -> float:
+    def flops_per_token(self, sequence: int, *, frozen: bool = False) -> float:
         """Return the FLOPs of forward and backward for one token, without recomputation.
 
-        6 for each matrix parameter (Kaplan et al. 2020, section 2.1), and 6 x context x (query + output) for attention.
-        With a causal mask a token attends to half of the sequence on average.
+        6 for each matrix parameter (Kaplan et al. 2020, section 2.1), 4 if it is frozen and has no gradient, and
+        6 x context x (query + output) for attention. With a causal mask a token attends to half of the sequence on
+        average.
         """
         matrices = sum(layer.active_parameters for layer in self.layers)
         matrices += self.vocab * self.hidden
         attention = sum(context(layer, sequence) * (layer.query + layer.output) for layer in self.layers)
-        return 6.0 * (matrices + attention)
+        return (4.0 if frozen else 6.0) * matrices + 6.0 * attention
 
 
 def context(layer: LayerShape, sequence: int) -> float:

@@ -7,6 +7,7 @@ of the step. If traffic overlaps with computation, only the excess counts, and t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -26,7 +27,14 @@ from harness.planner.layer_time import (
     tensors_of,
     update_issue,
 )
-from harness.planner.memory import GATHERED, host_activations, local_experts, local_parameters, owned_parameters
+from harness.planner.memory import (
+    GATHERED,
+    frozen_bytes,
+    host_activations,
+    owned_parameters,
+    trained_experts,
+    trained_parameters,
+)
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
 from harness.planner.update_traffic import ADAM_BYTES, LIST_KERNEL, update_traffic
 from harness.planner.workload import Stage, Strategy, Workload, stages_of
@@ -88,15 +96,16 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     # slowest chain of stages has enough cores.
     used = max(busy, whole / hardware.crowding) / whole
     compute, tensor, bubble, idle = compute * used, tensor * used, bubble * used, 1 - busy / (whole * used)
-    held = max(local_parameters(workload, strategy, stage) for stage in stages)
-    experts = max(local_experts(strategy, stage) for stage in stages)
+    held = max(trained_parameters(workload, strategy, stage) for stage in stages)
+    experts = max(trained_experts(workload, strategy, stage) for stage in stages)
     tensors = max(sum(count * tensors_of(layer) for layer, count in stage.layers) for stage in stages)
     return StepSeconds(
         compute=compute,
         bubble=bubble,
         tensor=tensor,
         pipeline=_pipeline(hardware, workload, strategy),
-        data=_data(hardware, workload, strategy, held, experts, compute),
+        data=_data(hardware, workload, strategy, held, experts, compute)
+        + _frozen_gathers(hardware, workload, strategy, stages, compute),
         optimizer=_optimizer(hardware, workload, strategy, held, owned_parameters(strategy, held, experts), tensors)
         + update_issue(hardware, max(sum(count for _, count in stage.layers) for stage in stages)),
         idle=idle,
@@ -229,6 +238,18 @@ def _zero_3(
         for sent, behind in zip(moved, (forward, compute - forward), strict=True)
     )
     return sum(shown) + reduced + ends + copied
+
+
+def _frozen_gathers(
+    hardware: Hardware, workload: Workload, strategy: Strategy, stages: Sequence[Stage], compute: float
+) -> float:
+    """Return the seconds of ZeRO-3's gathering of frozen parameters that are not hidden behind computation."""
+    if workload.lora is None or strategy.zero_stage < 3 or strategy.dp_size == 1:
+        return 0.0
+    whole = max(frozen_bytes(workload, strategy, stage) for stage in stages) * strategy.dp_size
+    fits = strategy.gathers_once and whole <= GATHERED * workload.element_bytes
+    moved = half_ring(data_group(hardware, strategy), whole) * (1 if fits else 2 * strategy.accumulation)
+    return max(0.0, moved - compute) + (1.0 if hardware.is_host else CONTENTION) * min(moved, compute)
 
 
 def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradients: float) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.parallel.pipeline.partition import LayerCost, stage_boundaries
+from harness.planner.lora import Lora
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES, ModelChunks
 
@@ -126,6 +127,7 @@ class Workload:
         on_cpu: whether ranks are processes on a CPU, which exchange tensors through shared memory.
         kernels: which kernels a GPU runs for norms, rotary embeddings and activations: the single operations of a
             model's code, Liger's, or those of torch.compile.
+        lora: the adapters that are trained; None if all parameters are.
     """
 
     shape: DecoderShape
@@ -139,6 +141,7 @@ class Workload:
     habits: Habits = DEEPSPEED
     on_cpu: bool = False
     kernels: Kernels = "single"
+    lora: Lora | None = None
 
     @property
     def element_bytes(self) -> int:
@@ -274,6 +277,13 @@ def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
 def layer_experts(strategy: Strategy, layer: LayerShape) -> float:
     """Return the number of a rank's parameters in a layer's routed experts: some whole experts, or a part of each."""
     return layer.expert_parameters / max(strategy.ep_size, strategy.tp_size)
+
+
+def trained_in_layer(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
+    """Return the number of a rank's trained parameters in one decoder layer."""
+    if workload.lora is None:
+        return layer_parameters(strategy, layer)
+    return workload.lora.parameters(layer, strategy.tp_size)
 
 
 @dataclass(frozen=True, kw_only=True)

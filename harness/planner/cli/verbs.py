@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.preferences import SEQUENCES
 from harness.checking import resolve
 from harness.config.model.families import require_trainable_family
@@ -20,6 +21,7 @@ from harness.planner.calibrate import calibrate
 from harness.planner.carried import carried_bytes
 from harness.planner.estimate import Estimate, predict
 from harness.planner.hardware import GIB, HEADROOM, Hardware, load_hardware, names
+from harness.planner.lora import ALL_LINEAR, FOUR_BITS, Lora, targets_of
 from harness.planner.memory import mask_bytes
 from harness.planner.model_config import counted_decoder
 from harness.planner.page.write import write_page
@@ -215,8 +217,33 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
         choices=tuple(PREFERENCE_LOSSES),
         help="train on preferences: a sample is two sequences of block_size tokens; some losses need a pass before it",
     )
+    parser.add_argument("--use_peft", action=Boolean, help="train LoRA adapters on a frozen model, like the run's flag")
+    parser.add_argument("--lora_r", type=positive, default=LoraArguments.lora_r, help="with --use_peft: their rank")
+    parser.add_argument(
+        "--lora_target_modules",
+        nargs="+",
+        default=[ALL_LINEAR],
+        metavar="NAME",
+        help=f"with --use_peft: names of linear layers (default: {ALL_LINEAR})",
+    )
+    parser.add_argument("--load_in_4bit", action=Boolean, help="with --use_peft: the frozen linear layers in 4 bits")
+    parser.add_argument(
+        "--bnb_4bit_use_double_quant", action=Boolean, help="with --load_in_4bit: scales are quantised too"
+    )
     parser.add_argument("--json", action=Boolean, help="print the rows as JSON")
     return parser
+
+
+def _lora(args: argparse.Namespace) -> Lora | None:
+    """Return the adapters that the flags ask for. Raises UserError for flags without effect, and unknown layers."""
+    if args.load_in_4bit and not args.use_peft:
+        raise UserError("--load_in_4bit: weights in 4 bits cannot be trained, only adapters on them: add --use_peft")
+    if not args.use_peft:
+        if args.lora_target_modules != [ALL_LINEAR] or args.lora_r != LoraArguments.lora_r:
+            raise UserError("--lora_r and --lora_target_modules have no effect without --use_peft")
+        return None
+    width = FOUR_BITS[args.bnb_4bit_use_double_quant] if args.load_in_4bit else None
+    return Lora(rank=args.lora_r, targets=targets_of(args.lora_target_modules), weight_bytes=width)
 
 
 def _sequences(args: argparse.Namespace) -> int:
@@ -301,6 +328,7 @@ def estimate(argv: Sequence[str]) -> int:
         hardware=hardware,
         fused_kernels=args.fused_kernels,
         sequences=_sequences(args),
+        lora=_lora(args),
     )
     assert isinstance(one, Estimate)  # its hardware is known
     lines = [*estimate_lines(one), *_reference_lines(args, one), *_carried_lines(carried)]
@@ -343,6 +371,8 @@ def plan(argv: Sequence[str]) -> int:
     require_trainable_family(args.model)
     if args.preference is not None and args.page is not None:
         parser.error("--page plans training on the next token: leave out --preference")
+    if args.use_peft and args.page is not None:
+        parser.error("--page plans training of all parameters: leave out --use_peft")
     for name in ("write", "page"):
         if args.like != "deepspeed" and getattr(args, name) is not None:
             parser.error(f"--{name} is for --like deepspeed: {args.like} reads no DeepSpeed JSON")
@@ -392,7 +422,7 @@ def _task(args: argparse.Namespace) -> Task:
         shape=shape,
         habits=HABITS[args.like],
     )
-    task = replace(task, sequences=_sequences(args))
+    task = replace(task, sequences=_sequences(args), workload=replace(task.workload, lora=_lora(args)))
     if args.fused_kernels and task.workload.habits.loss_in_one_pass:
         task = replace(task, workload=replace(task.workload, kernels="fused"))
     return task

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -248,3 +249,41 @@ def test_preferences_are_two_sequences_a_sample_and_perhaps_a_pass_before(capsys
     assert "before training" not in capsys.readouterr().out
     plans = [rows_of(capsys, *PLAN, "--global_batch_size", "64", *more) for more in ((), ("--preference", "dpo"))]
     assert plans[1][0]["step_seconds"]["total"] > 1.8 * plans[0][0]["step_seconds"]["total"]
+
+
+def test_lora_is_planned_without_gradients_of_the_frozen_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama-1b", "--world_size", "2", "--hardware", "h100", "--block_size", "2048", "--json"]
+    words += ["--deepspeed_config", "zero2", "--bf16", "--per_device_train_batch_size", "4"]
+
+    def row(*more: str) -> dict[str, Any]:
+        assert main(["estimate", *words, *more]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)[0]
+        return found
+
+    whole, lora = row(), row("--use_peft", "--lora_r", "8", "--lora_target_modules", "q_proj", "v_proj")
+    in_4_bits = row("--use_peft", "--lora_target_modules", "all-linear", "--load_in_4bit")
+    stages = [each["memory_gib"]["stages"][0] for each in (whole, lora, in_4_bits)]
+    assert stages[1]["gradients"] + stages[1]["optimizer"] < 0.01 * stages[0]["optimizer"]
+    assert stages[1]["total"] < stages[2]["total"] + stages[1]["parameters"] < stages[0]["total"]
+    assert stages[2]["parameters"] < 0.5 * stages[1]["parameters"]
+    assert lora["step_seconds"]["compute"] < 0.8 * whole["step_seconds"]["compute"]
+    assert lora["step_seconds"]["data"] < 0.05 * whole["step_seconds"]["data"] and 0 < lora["mfu"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--load_in_4bit"], "--load_in_4bit: weights in 4 bits cannot be trained"),
+        (["--lora_r", "4"], "--lora_r and --lora_target_modules have no effect without --use_peft"),
+        (
+            ["--use_peft", "--lora_target_modules", "mystery"],
+            "--lora_target_modules mystery: the planner does not know",
+        ),
+    ],
+)
+def test_flags_of_lora_that_cannot_be_planned_are_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--model", "llama-1b", "--world_size", "2", "--hardware", "h100"]
+    assert main(["plan", *common, *words]) == 1
+    assert said in capsys.readouterr().err

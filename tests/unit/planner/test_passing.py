@@ -32,7 +32,9 @@ def passing(
     """Bytes for a stage that holds so many parameters, of which 300 belong to its first layer."""
     work = Workload(shape=SHAPE, sequence=1, **{"precision": "fp32", **changes})  # type: ignore[arg-type]
     own = held / strategy.dp_size
-    step = StageLoad(parameters=held, own=own, gradients=gradients, made=made, layer=layer, below=300, in_flight=1)
+    step = StageLoad(
+        parameters=held, own=own, gradients=gradients, made=made, layer=layer, below=300, gathered=held, in_flight=1
+    )
     return passing_bytes(work, strategy, STAGE, step)
 
 
