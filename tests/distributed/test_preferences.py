@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
 
 from harness import PreferenceArguments, Preferences, Trainer
 from harness.data.tokenizer import ByteTokenizer
@@ -34,10 +37,12 @@ class PreferenceJob(Job):
     adapters: bool = False
     then: str = ""
     micro: int = 1
+    streamed: bool = False
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.kind, self.layout, "adapters" * self.adapters, self.then, *self.config)))
+        words = ("adapters" * self.adapters, "streamed" * self.streamed, self.then, *self.config)
+        return "-".join(filter(None, (self.kind, self.layout, *words)))
 
     def deepspeed_config(self) -> dict[str, Any]:
         batch_ranks = self.size("dp")
@@ -48,6 +53,13 @@ class PreferenceJob(Job):
             "context_parallel": {"size": self.size("cp")},
         }
         return {**super().deepspeed_config(), **batch, **self.config}
+
+
+class Stream(IterableDataset[dict[str, object]]):
+    """The pairs, one after the other and again."""
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        return cycle(dict(row) for row in PAIRS)
 
 
 def model(adapters: bool) -> Any:
@@ -86,11 +98,12 @@ def _train(job: PreferenceJob, output_dir: str) -> list[Step]:
 
 def _trainer(job: PreferenceJob, output_dir: str, **more: Any) -> Trainer:
     rows = LABELLED if job.kind == "kto" else PAIRS
+    train = Stream() if job.streamed else rows
     flags = {FLAGS[name]: value for name, value in job.of.items()}
     return Trainer(
         model(job.adapters),
         arguments_of(job, output_dir, per_device_eval_batch_size=3, **more),
-        rows,
+        train,
         rows,
         processing_class=ByteTokenizer(),
         objective=Preferences(PreferenceArguments(preference=job.kind, **flags)),
@@ -108,6 +121,7 @@ ON_2 = [
     PreferenceJob("", "dp2z1", kind="kto", of={"beta": 0.5, "undesirable": 0.5}, micro=2),
     PreferenceJob("", "pp2z0", kind="kto", of={"beta": 0.5}, micro=2),
     PreferenceJob("", "tp2z0", kind="orpo", config={"tiling": {"loss": 7}}),
+    PreferenceJob("", "dp2z1", kind="simpo", of={"beta": 2.0}, streamed=True, then="pp2z0"),
     PreferenceJob("", "tp2z0", adapters=True),
     PreferenceJob("", "dp2z3", adapters=True, then="pp2z1"),
 ]
@@ -134,8 +148,8 @@ def test_every_layout_trains_as_the_formulas(job: PreferenceJob, found: dict[str
     before = copy.deepcopy(whole)
     if job.adapters:
         before = before.unload()
-    micro = BATCH // job.micro // job.size("dp")
-    wanted = trained(whole, job.kind, steps=STEPS, batch=BATCH, micro=micro, group=job.micro, before=before, **job.of)
+    how: dict[str, Any] = {"micro": BATCH // job.micro // job.size("dp"), "group": job.micro, "in_order": job.streamed}
+    wanted = trained(whole, job.kind, steps=STEPS, batch=BATCH, before=before, **how, **job.of)
     if job.kind != "kto":
         wanted.append({f"eval_{name}": value for name, value in evaluated(whole, before, job.kind, **job.of).items()})
     for steps in found[job.name]:

@@ -179,9 +179,11 @@ def trained(
     rate: float = 1e-3,
     seed: int = 42,
     before: PreTrainedModel | None = None,
+    in_order: bool = False,
     **of: float,
 ) -> list[Step]:
-    """Train `model` in float64 by plain torch on global batches of `batch` rows, in the harness's order of samples.
+    """Train `model` in float64 by plain torch on global batches of `batch` rows, in the harness's order of samples, or
+    with `in_order` as a stream has them.
 
     For kto, `micro` is the number of micro-batches of a global batch, each over all data ranks.
     """
@@ -193,6 +195,8 @@ def trained(
     curve = []
     for step in range(steps):
         order = batch_indices(step * batch, batch, len(PAIRS), seed).tolist()
+        if in_order:
+            order = [index % len(PAIRS) for index in range(step * batch, (step + 1) * batch)]
         if kind == "kto":
             cut = [order[start : start + batch // micro] for start in range(0, batch, batch // micro)]
             loss, metrics = labelled_step(model, before, cut, settings, group)

@@ -12,8 +12,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from harness import Trainer, TrainingArguments
 from harness.cli import main
 from harness.errors import UserError
 from harness.extras.merging.merge import merge
@@ -197,3 +198,22 @@ def test_two_adapters_that_replace_one_module_are_refused(tmp_path: Path) -> Non
     both = [adapters(tmp_path / name, base, ENDS) for name in "ab"]
     with pytest.raises(UserError, match=r"a and .*b both replace .* \(modules_to_save\): merge only one of them"):
         merge(both, tmp_path / "out")
+
+
+def test_adapters_of_a_base_in_4_bits_are_merged_into_its_own_weights(tmp_path: Path) -> None:
+    base, run = base_model(tmp_path / "base"), tmp_path / "run"
+    (base / "tokenizer_config.json").unlink()  # of no tokenizer
+    args = TrainingArguments(
+        str(run), deepspeed_config={"train_batch_size": 2}, max_steps=2, save_steps=2, learning_rate=0.05
+    )
+    rows = [{"input_ids": [(7 * row + place) % 250 for place in range(8)]} for row in range(4)]
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    trainer = Trainer(str(base), args, rows, peft_config=LoraConfig(**ALL), quantization_config=bits)
+    trainer.train()
+    trainer.save_model()
+    trainer.close()
+    wanted = by_peft(base, run)
+    assert not torch.equal(wanted.model.layers[0].mlp.up_proj.weight, loaded(base).model.layers[0].mlp.up_proj.weight)
+    for number, of in enumerate((run, run / "checkpoint-2")):
+        assert merge([of], tmp_path / f"out-{number}") == base
+        require_same_model(loaded(tmp_path / f"out-{number}"), wanted)
