@@ -144,7 +144,7 @@ def _attention(hardware: Hardware, name: str, func: Any, args: Positional, kwarg
     if given.get("is_causal"):
         flops /= 2
     precision = _precision(query)
-    seconds = flops / (hardware.flops[precision] * hardware.torch_attention_efficiency)
+    seconds = flops / (hardware.flops[precision] * hardware.own_attention_efficiency(query.shape[-1]))
     if "backward" in name:
         flops, seconds = ATTENTION_BACKWARD_FLOPS * flops, ATTENTION_BACKWARD_FLOPS * seconds / BACKWARD_RATE
     return flops, seconds + hardware.kernel_seconds

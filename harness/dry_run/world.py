@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -133,8 +133,8 @@ class _GroupedProducts(_Mode):
         if func is not grouped or args[0].dtype == torch.bfloat16:
             return func(*args, **(kwargs or {}))
         rows, weights, *others = args
-        product: Tensor = func(rows.bfloat16(), weights.bfloat16(), *others, **(kwargs or {}))
-        return product.to(rows.dtype)
+        product = func(rows.bfloat16(), weights.bfloat16(), *others, **(kwargs or {}))
+        return cast("Tensor", product).to(rows.dtype)
 
 
 class _Values(_Mode):

@@ -304,6 +304,8 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     tokens = strategy.tokens(length)  # all heads of these tokens, or a share of the heads of all tokens
     work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
     share = hardware.torch_attention_efficiency if workload.habits.torch_attention else hardware.attention_efficiency
+    if workload.habits.cudnn_attention and layer.heads:
+        share = hardware.own_attention_efficiency(layer.query / layer.heads)
     seconds = work / (hardware.flops[precision] * share)
     forward = seconds + hardware.kernel_seconds
     return Seconds(forward, 2.5 * forward / BACKWARD_RATE)

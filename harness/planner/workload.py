@@ -53,6 +53,7 @@ class Habits:
         zero_stage_of_pipeline: the same in a pipeline. There ZeRO-3 would gather parameters for each micro-batch;
             torchtitan keeps them gathered, and reduces gradients once.
         torch_attention: attention uses torch's own kernels, which are not the best on every device.
+        cudnn_attention: of these it tries cuDNN's first on a device where that was measured.
         fused_elementwise: norms, rotations and activations are one kernel each, by hand or by a compiler.
         grouped_experts: the products of a rank's experts are one kernel (torch's grouped_mm); else one kernel each.
         tokens_travel: tokens are sent to the ranks of their experts, once to each node, even between tensor-parallel
@@ -78,6 +79,7 @@ class Habits:
     zero_stage: int | None = None
     zero_stage_of_pipeline: int | None = None
     torch_attention: bool = True
+    cudnn_attention: bool = False
     fused_elementwise: bool = False
     grouped_experts: bool = True
     tokens_travel: bool = False

@@ -49,6 +49,7 @@ class Hardware:
         compute_units: processors that share the tiles of a matrix product.
         attention_efficiency: share of the peak in the forward pass of the best fused attention kernel.
         torch_attention_efficiency: the same for torch's own kernels.
+        cudnn_attention_efficiency: the same for cuDNN's, with heads of 64 and of 128; None where it was not measured.
         kernel_seconds: time to start and end one kernel on the device.
         dispatch_seconds: time in which the host issues one operation.
         node_size: number of devices that the link `node` connects; the link `network` connects nodes.
@@ -79,6 +80,7 @@ class Hardware:
     crowding: float = 1.0
     crowded: Link | None = None
     crowded_ranks: int = 0
+    cudnn_attention_efficiency: tuple[float, float] | None = None
 
     @property
     def is_host(self) -> bool:
@@ -103,6 +105,16 @@ class Hardware:
         of_tf32 = {"fp32": self.flops["tf32"]}, {"fp32": self.matmul_efficiency["tf32"]}
         flops, efficiency = {**self.flops, **of_tf32[0]}, {**self.matmul_efficiency, **of_tf32[1]}
         return replace(self, flops=flops, matmul_efficiency=efficiency)
+
+    def own_attention_efficiency(self, head: float) -> float:
+        """Return the share of the peak of attention with heads of this width, by the kernel that the harness prefers.
+
+        That is cuDNN's where it was measured; between heads of 64 and 128 it is interpolated.
+        """
+        if self.cudnn_attention_efficiency is None:
+            return self.torch_attention_efficiency
+        narrow, wide = self.cudnn_attention_efficiency
+        return narrow + (wide - narrow) * min(max(head / 64 - 1, 0.0), 1.0)
 
     def reached_flops(self, precision: str) -> float:
         """Return the FLOP/s of the largest matrix products."""
@@ -215,6 +227,7 @@ def _read(content: object, path: str) -> Hardware:
         raise UserError(f"{path}: no tflops of fp32 and bf16: write them as the packaged files of `--hardware` do")
     assert isinstance(content, Mapping)
     measured, own_attention = "crowded" in content, "torch_attention_efficiency" in content
+    cudnn = "cudnn_attention_efficiency"
     return Hardware(
         name=str(content.get("name", path)),
         memory_bytes=value("memory_gib") * GIB,
@@ -225,6 +238,9 @@ def _read(content: object, path: str) -> Hardware:
         compute_units=_count(content, path, "compute_units"),
         attention_efficiency=value("attention_efficiency"),
         torch_attention_efficiency=value("torch_attention_efficiency" if own_attention else "attention_efficiency"),
+        cudnn_attention_efficiency=(value(cudnn, "heads_of_64"), value(cudnn, "heads_of_128"))
+        if cudnn in content
+        else None,
         kernel_seconds=value("kernel_seconds"),
         dispatch_seconds=value("host", "dispatch_seconds"),
         node_size=_count(content, path, "node", "devices"),

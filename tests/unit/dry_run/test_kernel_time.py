@@ -86,7 +86,7 @@ def test_a_causal_mask_leaves_half_of_an_attention_and_backward_takes_two_and_a_
         scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     forward, backward = (kernel for kernel in found if "attention" in kernel.name)
     assert forward.flops == 2 * 2 * 4 * 64 * 64 * (16 + 16) / 2
-    assert forward.seconds == pytest.approx(forward.flops / (1000 * HARDWARE.torch_attention_efficiency) + 1)
+    assert forward.seconds == pytest.approx(forward.flops / (1000 * HARDWARE.own_attention_efficiency(16)) + 1)
     assert backward.flops == 2.5 * forward.flops
     assert backward.name.endswith("backward")
 

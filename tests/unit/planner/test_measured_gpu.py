@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.planner.hardware import load_hardware
+from harness.planner.layer_time import BACKWARD_RATE
 from harness.planner.model_config import decoder_of
 from harness.planner.step import step_seconds
 from harness.planner.update_traffic import update_traffic
@@ -41,7 +42,7 @@ def seconds(workload: Workload, strategy: Strategy = STEP) -> float:
     ],
 )
 def test_a_step_of_that_day_takes_as_long_as_predicted(program: str, kernels: str, within: float) -> None:
-    habits = replace(DEEPSPEED, update=THAT_DAY, loss_in_one_pass=False)
+    habits = replace(DEEPSPEED, update=THAT_DAY, loss_in_one_pass=False, cudnn_attention=False)
     measured = MEASURED["speed"][program]["step_seconds"]
     assert seconds(replace(WORK, habits=habits, kernels=kernels)) == pytest.approx(measured, rel=within)
 
@@ -64,7 +65,7 @@ def test_a_step_of_today_is_faster_by_what_it_no_longer_moves() -> None:
 
 def test_a_step_of_an_h200_without_fused_kernels_takes_as_long_as_predicted() -> None:
     measured = json.loads(Path("scripts/bench/results/gpu-h200.json").read_text(encoding="utf-8"))
-    of_that_day = replace(WORK, habits=replace(DEEPSPEED, loss_in_one_pass=False))
+    of_that_day = replace(WORK, habits=replace(DEEPSPEED, loss_in_one_pass=False, cudnn_attention=False))
     predicted = step_seconds(load_hardware("h200"), of_that_day, STEP).total
     assert predicted == pytest.approx(measured["speed"]["harness"]["step_seconds"], rel=0.05)
 
@@ -80,3 +81,20 @@ def test_deepspeed_s_hooks_hide_behind_enough_work_on_a_gpu() -> None:
     assert more(1) > 1.5
     assert more(16) == pytest.approx(1, abs=0.01)
     assert more(1, "torchtitan") == pytest.approx(1, abs=0.05)  # FSDP has no such hooks
+
+
+def test_attention_and_fp8_products_of_a_device_are_those_that_it_measured() -> None:
+    found = json.loads(Path("scripts/bench/results/gpu-h200-operations.json").read_text(encoding="utf-8"))["operations"]
+    device = replace(load_hardware("h200"), kernel_seconds=0.0)
+    for head in (64, 128):
+        measured = found["attention"][f"head {head}, cuDNN"]
+        flops = 2 * 32 * 4096**2 * 2 * head / 2  # causal
+        seconds = flops / (device.flops["bf16"] * device.own_attention_efficiency(head))
+        assert 1e6 * seconds == pytest.approx(measured["forward"], rel=0.02)
+        assert 1e6 * 2.5 * seconds / BACKWARD_RATE == pytest.approx(measured["backward"], rel=0.07)
+    up = found["products"]["up"]
+    assert device.reached_flops("bf16") / device.reached_flops("fp8") == pytest.approx(
+        up["fp8 product"] / up["forward"], rel=0.01
+    )
+    assert load_hardware("h100").own_attention_efficiency(96) == pytest.approx((0.38 + 0.549) / 2)
+    assert load_hardware("l40s").own_attention_efficiency(64) == load_hardware("l40s").torch_attention_efficiency
