@@ -26,6 +26,7 @@ from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
 from harness.config.values.arguments import FP8, FP8_MULTIPLE, AutoValues
 from harness.errors import UserError
+from harness.preference_losses import PREFERENCE_LOSSES
 from harness.verb_parser import Boolean, VerbParser, name_or_path, positive, run_arguments
 from harness.wording import counted
 
@@ -53,6 +54,9 @@ def check(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--fp8", choices=FP8, help="check for a run with this flag: its precision, and what stays in bf16"
+    )
+    parser.add_argument(
+        "--preference", choices=tuple(PREFERENCE_LOSSES), help="check for a run with this flag: what it needs beside"
     )
     parser.add_argument("--target", choices=TARGETS, default="harness", help="program that will read the file")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
@@ -86,6 +90,8 @@ def check(argv: Sequence[str]) -> int:
     print(render(findings, args.format, texts, colour=shows_colour(sys.stdout), files=len(sources)))
     if args.fp8 not in (None, "no") and args.format == "text":
         print(_left_out_of_fp8(args.fp8, None if args.model is None else known_shape(args.model, args.target)))
+    if args.preference is not None and args.format == "text":
+        print(_beside_preferences(args.preference))
     failing = {Severity.ERROR, Severity.WARNING} if args.strict else {Severity.ERROR}
     return int(any(finding.severity in failing for finding in findings))
 
@@ -98,6 +104,14 @@ def _left_out_of_fp8(how: str, model: ModelShape | None) -> str:
     device = "" if how == "emulate" else "; needs an NVIDIA GPU of compute capability 8.9 or more, so not an A100"
     kept = "head, embeddings, norms, attention, fused experts, routers and adapters"
     return f"--fp8 {how}: {kept} stay in bf16{also}{device}"
+
+
+def _beside_preferences(kind: str) -> str:
+    """Return a sentence on what training on preferences needs more than training on the next token."""
+    before = "; a pass over the data without gradients comes first" if PREFERENCE_LOSSES[kind].needs_reference else ""
+    return (
+        f"--preference {kind}: a sample is two sequences, so a micro-batch has the activations of twice as many{before}"
+    )
 
 
 def _read(source: str) -> Document:

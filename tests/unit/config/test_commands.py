@@ -103,6 +103,15 @@ def test_a_config_is_checked_for_a_run_in_fp8(tmp_path, capsys):
     assert "fp8" not in capsys.readouterr().out
 
 
+def test_a_check_for_preferences_says_what_they_need(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 8}', "utf-8")
+    assert main(["check", str(path), "--preference", "dpo"]) == 0
+    assert "a sample is two sequences" in (said := capsys.readouterr().out) and "without gradients comes first" in said
+    assert main(["check", str(path), "--preference", "orpo"]) == 0
+    assert "a sample is two sequences" in (said := capsys.readouterr().out) and "without gradients" not in said
+
+
 def test_github_gets_workflow_commands(wrong, capsys):
     main(["check", wrong, "--format", "github"])
     lines = capsys.readouterr().out.splitlines()
