@@ -14,10 +14,12 @@ import pytest
 from torch.nn import functional
 
 from harness.cli import main
+from harness.config.values.batch import bubble
 from harness.preferences.losses import PairLoss
 from tests.support.preferences import PAIRS
 
-PRESETS = Path(__file__).resolve().parents[2] / "models/presets"
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS, HARDWARE = ROOT / "models/presets", ROOT / "harness/planner/hardware"
 
 
 def dry_run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -34,10 +36,14 @@ def of_all_stages(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[s
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A preset of two layers."""
-    sizes = json.loads((PRESETS / "tiny-llama/config.json").read_text())
+    return of_layers(2, "tiny-llama", tmp_path)
+
+
+def of_layers(layers: int, preset: str, tmp_path: Path) -> str:
+    """A preset with so many layers."""
+    sizes = json.loads((PRESETS / preset / "config.json").read_text())
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps({**sizes, "num_hidden_layers": 2}))
+    (tmp_path / "model/config.json").write_text(json.dumps({**sizes, "num_hidden_layers": layers}))
     return str(tmp_path / "model")
 
 
@@ -95,6 +101,83 @@ def test_a_timeline_shows_each_pass_and_its_compute_thread_adds_up_to_the_step(
         assert {"send", "recv"} <= messages
         assert (rank, "tensor") in threads and (rank, "data") in threads
     assert "wait for recv (pipeline)" in {event["name"] for event in complete}
+
+
+INTERLEAVED = {"pipeline": {"stages": 2, "schedule": "interleaved"}}
+LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any], tuple[str, ...], set[str]]] = {
+    "experts in interleaved chunks": (
+        4,
+        "tiny-mixtral",
+        4,
+        {**INTERLEAVED, "zero_optimization": {"stage": 1}},
+        ("--expert_parallel_size", "2", "--rank", "0"),
+        {"all_to_all (data)", "reduce_scatter (data)", "send (pipeline)", "recv (pipeline)"},
+    ),
+    "adapters on experts under ZeRO-3": (
+        2,
+        "tiny-mixtral",
+        2,
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+        ("--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj"),
+        {"all_gather (data)", "reduce_scatter (data)"},
+    ),
+    "fp8 on context ranks": (
+        2,
+        "tiny-llama",
+        4,
+        {"zero_optimization": {"stage": 2}},
+        ("--context_parallel_size", "2", "--fp8", "emulate"),
+        {"all_to_all (context)", "all_gather (data)"},
+    ),
+}
+"""Layers, model, ranks, config, flags, and messages that a timeline must have."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_in_each_layout_streams_do_one_thing_at_a_time_and_send_what_is_reported(
+    name: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    layers, preset, ranks, sections, flags, expected = LAYOUTS[name]
+    config, path = tmp_path / "config.json", tmp_path / "timeline.json"
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3, "bf16": {"enabled": True}}
+    config.write_text(json.dumps({**batch, **sections}))
+    words = ("--model", of_layers(layers, preset, tmp_path), "--deepspeed_config", str(config), *flags)
+    reports = of_all_stages(capfd, "--world_size", str(ranks), "--timeline", str(path), *words)
+    events = json.loads(path.read_text())["traceEvents"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for report in reports:
+        sent: Counter[str] = Counter()
+        by_thread: dict[str, list[tuple[int, int]]] = {}
+        for event in events:
+            if event["ph"] == "X" and event["pid"] == report["rank"]:
+                thread = threads[event["pid"], event["tid"]]
+                start = round(1e3 * event["ts"])  # nanoseconds
+                by_thread.setdefault(thread, []).append((start, start + round(1e3 * event["dur"])))
+                if thread not in ("compute", "passes"):
+                    sent[f"{event['name']} ({'data' if thread == 'weights' else thread})"] += 1
+        for thread, times in by_thread.items():
+            assert all(0 <= start <= end for start, end in times), thread
+            assert all(end <= after for (_, end), (after, _) in pairwise(sorted(times))), thread
+        assert expected <= set(sent)
+        assert sent == {f"{m['operation']} ({m['group']})": m["count"] for m in report["messages"]}
+        assert sum(report["step_seconds"].values()) == pytest.approx(by_thread["compute"][-1][1] / 1e9, rel=1e-3)
+
+
+def test_stages_with_several_chunks_wait_as_the_formula_says(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    device: dict[str, Any] = json.loads((HARDWARE / "h100.json").read_text())
+    for link in (device["node"], device["network"]):
+        link["gb_per_second"]["value"], link["hop_seconds"]["value"] = 1e9, 1e-12
+    device["host"]["dispatch_seconds"]["value"] = 1e-12
+    config, path = tmp_path / "config.json", tmp_path / "device.json"
+    path.write_text(json.dumps(device))
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    config.write_text(json.dumps({**batch, **INTERLEAVED}))
+    words = ("--hardware", str(path), "--timeline", str(tmp_path / "timeline.json"), "--model", "tiny-llama")
+    (first,) = of_all_stages(capfd, "--world_size", "2", "--deepspeed_config", str(config), "--rank", "0", *words)
+    seconds = first["step_seconds"]
+    computed = seconds["forward"] + seconds["backward"]
+    waited = seconds["wait for recv (pipeline)"]  # the first stage computes last
+    assert waited / (computed + waited) == pytest.approx(bubble(2, 4, "interleaved"), abs=0.01)
 
 
 def test_a_timeline_that_cannot_be_written_or_has_no_device_is_one_line(
