@@ -103,15 +103,13 @@ def rotate(
     """
     outputs = tuple(map(torch.empty_like, tensors))
     width = turn.width(cos.shape[-1])
-    parts = []
-    for each in (*tensors, *outputs):
-        heads_first = each if turn.tokens == 2 else each.transpose(1, 2)
-        parts.append(heads_first[..., -width:] if turn.last else heads_first[..., :width])
     for x, out in zip(tensors, outputs, strict=True):
         if (kept := x.shape[-1] - width) > 0:
             of_rest = slice(kept) if turn.last else slice(width, None)
             out[..., of_rest].copy_(x[..., of_rest])
-    q, k, out_q, out_k = parts[0], parts[len(tensors) - 1], parts[len(tensors)], parts[-1]
+    q, k, out_q, out_k = (
+        _rotated_part(each, turn, width) for each in (tensors[0], tensors[-1], outputs[0], outputs[-1])
+    )
     batch, heads, tokens, _ = q.shape
     columns = _power_of_two(width // 2)
     one = len(cos) == 1
@@ -145,6 +143,14 @@ def rotate(
         **AS_TORCH,
     )
     return outputs
+
+
+def _rotated_part(x: Tensor, turn: Turn, width: int) -> Tensor:
+    """Return the dimensions of heads that are rotated, [batch, heads, tokens, width]."""
+    heads_first = x if turn.tokens == 2 else x.transpose(1, 2)
+    if x.shape[-1] == width:
+        return heads_first
+    return heads_first[..., -width:] if turn.last else heads_first[..., :width]
 
 
 def gate(gates: Tensor, ups: Tensor, activation: str) -> Tensor:

@@ -51,9 +51,10 @@ class Norm:
 
     def __call__(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Return the norm of the one tensor that is given."""
-        (x,) = (*args, *kwargs.values())
-        weight, bias = (None if name is None else module.get_parameter(name) for name in (self.weight, self.bias))
-        if any(each is not None and each.dtype != x.dtype for each in (weight, bias)):
+        (x,) = args or kwargs.values()
+        weight: Tensor | None = None if self.weight is None else getattr(module, self.weight)
+        bias: Tensor | None = None if self.bias is None else getattr(module, self.bias)
+        if (weight is not None and weight.dtype != x.dtype) or (bias is not None and bias.dtype != x.dtype):
             plain: Tensor = type(module).forward(module, x)
             return plain
         if not self.offset or weight is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from itertools import product
 from types import FunctionType
-from typing import TypeAlias, cast, get_args
+from typing import TypeAlias, TypeGuard, cast, get_args
 
 import torch
 from torch import Tensor
@@ -46,42 +46,49 @@ def _takes_angles(plain: object) -> bool:
 @cache
 def _fused(plain: FunctionType) -> Rotate:
     """Return a function that rotates as `plain` does, by the kernel where that gives the same numbers."""
-    signature = inspect.signature(plain)
+    names = tuple(inspect.signature(plain).parameters)
 
     @wraps(plain)
     def rotate(*args: object, **kwargs: object) -> object:
-        given = signature.bind(*args, **kwargs).arguments
-        others = ("cos", "sin", COMPLEX, "unsqueeze_dim")
-        heads = {name: value for name, value in given.items() if name not in others and value is not None}
-        cos, sin = given.get("cos"), given.get("sin")
-        if isinstance(turning := given.get(COMPLEX), Tensor) and turning.is_complex():
+        given = dict(zip(names, args, strict=False)) | kwargs  # in each layer: binding to a signature takes long
+        cos, sin, axis = given.pop("cos", None), given.pop("sin", None), given.pop("unsqueeze_dim", None)
+        turning = given.pop(COMPLEX, None)
+        if isinstance(turning, Tensor) and turning.is_complex():
             cos, sin = turning.real.contiguous(), turning.imag.contiguous()
-        if cos is None or not _fits(list(heads.values()), cos, sin):
+        heads = [each for each in given.values() if each is not None]
+        if not _are_states(heads) or not _are_angles(cos, sin) or not isinstance(axis, int | None):
             return plain(*args, **kwargs)
-        first = next(iter(heads.values()))
-        kinds = tuple((each.dtype, each.shape[-1]) for each in (*heads.values(), cos))
-        turn = _tried(plain, (*heads, *given.keys() & {COMPLEX}), given.get("unsqueeze_dim"), kinds, first.device)
-        if turn is None or cos.shape[:2] not in [(size, first.shape[turn.tokens]) for size in (1, len(first))]:
+        of_heads = tuple(name for name, each in given.items() if each is not None)
+        kinds = tuple((each.dtype, each.shape[-1]) for each in (*heads, cos))
+        is_complex = turning is not None
+        turn = _tried(plain, of_heads, is_complex, axis, kinds, cos.device)
+        if turn is None or cos.shape[1] != heads[0].shape[turn.tokens] or len(cos) not in (1, len(heads[0])):
             return plain(*args, **kwargs)
-        turned = _Rotated.apply(turn, cos, sin, *heads.values())  # type: ignore[no-untyped-call]
+        turned = _Rotated.apply(turn, cos, sin, *heads)  # type: ignore[no-untyped-call]
         return turned if len(heads) > 1 else turned[0]
 
     return rotate
 
 
-def _fits(heads: Sequence[object], cos: object, sin: object) -> bool:
-    """Return whether the kernel takes one or two tensors [batch, heads, tokens, n] and angles [batch, tokens, n]."""
-    if len(heads) not in (1, 2) or any(type(each) is not Tensor for each in (*heads, cos, sin)):
+def _are_states(heads: Sequence[object]) -> TypeGuard[Sequence[Tensor]]:
+    """Return whether the kernel takes these: one or two tensors [batch, heads, tokens, n] that are dense."""
+    if len(heads) not in (1, 2) or type(heads[0]) is not Tensor:
         return False
-    states: list[Tensor] = [each for each in heads if isinstance(each, Tensor)]
-    angles: list[Tensor] = [each for each in (cos, sin) if isinstance(each, Tensor)]
-    return (
-        all(each.dim() == 4 and each.stride(-1) == 1 and each.dtype == states[0].dtype for each in states)
-        and all(each.shape[0] == states[0].shape[0] and each.numel() for each in states)
-        and all(each.dim() == 3 and each.stride(-1) == 1 and not each.requires_grad for each in angles)
-        and angles[0].shape == angles[1].shape
-        and angles[0].dtype == angles[1].dtype
-    )
+    dtype, batch = heads[0].dtype, len(heads[0])
+    for each in heads:
+        if type(each) is not Tensor or each.dim() != 4 or each.dtype != dtype or len(each) != batch:
+            return False
+        if each.stride(-1) != 1 or not each.numel():
+            return False
+    return True
+
+
+def _are_angles(cos: object, sin: object) -> TypeGuard[Tensor]:
+    """Return whether the kernel takes these as angles [batch, tokens, n]."""
+    if type(cos) is not Tensor or type(sin) is not Tensor or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    is_dense = cos.stride(-1) == sin.stride(-1) == 1
+    return is_dense and cos.dtype == sin.dtype and not cos.requires_grad and not sin.requires_grad
 
 
 class _Rotated(torch.autograd.Function):
@@ -103,7 +110,12 @@ class _Rotated(torch.autograd.Function):
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
 def _tried(
-    plain: Rotate, names: tuple[str, ...], axis: int | None, kinds: tuple[Kind, ...], device: torch.device
+    plain: Rotate,
+    names: tuple[str, ...],
+    is_complex: bool,
+    axis: int | None,
+    kinds: tuple[Kind, ...],
+    device: torch.device,
 ) -> Turn | None:
     """Return how `plain` rotates tensors of these names and kinds, the last one of which is that of angles."""
     *of_heads, (of_angles, width) = kinds
@@ -117,8 +129,8 @@ def _tried(
             heads.append((drawn if turn.tokens == 1 else drawn.transpose(1, 2)).requires_grad_())
         try:
             more = {} if axis is None else {"unsqueeze_dim": axis}
-            angles = {COMPLEX: torch.complex(cos, sin)} if COMPLEX in names else {"cos": cos, "sin": sin}
-            made = plain(**dict(zip(names, heads, strict=False)), **angles, **more)
+            angles = {COMPLEX: torch.complex(cos, sin)} if is_complex else {"cos": cos, "sin": sin}
+            made = plain(**dict(zip(names, heads, strict=True)), **angles, **more)
             wanted = cast("tuple[Tensor, ...]", made if len(heads) > 1 else (made,))
             if all(map(torch.equal, wanted, [turned(each, cos, sin, turn) for each in heads])):
                 of_heads_wanted = torch.autograd.grad(wanted, heads, wanted)
