@@ -284,3 +284,11 @@ def test_buckets_are_allocated_whole_and_chosen_by_the_model_where_the_file_has_
         < estimate(replace(device(), compute_units=8), *strategy_of(config(**overlapping), 2)).peak_bytes / 2**30
         < 4
     )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "each"), [("AdamW", 2, 4), ("AdamW8bit", 2, 1 + 4 / 256), ("PagedLion8bit", 1, 1 + 4 / 256)]
+)
+def test_a_state_in_8_bits_takes_a_byte_and_its_part_of_a_scale(optimizer: str, states: int, each: float) -> None:
+    workload, _ = strategy_of(config(optimizer={"type": optimizer, "params": {}}), 1)
+    assert (workload.states, workload.state_bytes) == (states, each)
