@@ -7,7 +7,8 @@ from dataclasses import replace
 from harness.checking.registry import RULES
 from harness.checking.rules.rule import Finding, Rule
 from harness.checking.rules.view import RunView, Target
-from harness.config.model.shape import ModelShape, read_shape, require_every_layer
+from harness.config.model.facts import require_every_layer
+from harness.config.model.shape import ModelShape, read_shape
 from harness.config.text.diagnostic import Diagnostic, Severity
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues

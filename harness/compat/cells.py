@@ -23,8 +23,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from harness.atomic import replace_text
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
+from harness.config.model.facts import experts_of
 from harness.config.model.plans import spreads_experts
-from harness.config.model.shape import experts_of
 from harness.errors import UserError
 from harness.hf.locate import PLANS
 from harness.hf.skeleton import read_source

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
-from harness.config.model.shape import experts_of
+from harness.config.model.facts import experts_of
 from harness.errors import UserError
 from harness.hf.adapters import Adapters, plain_name
 from harness.hf.context.arguments import SplitArguments

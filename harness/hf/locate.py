@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.config.model.facts import require_countable
 from harness.config.model.hub import MODEL, fetch
-from harness.config.model.shape import require_countable
 from harness.config.values.json_file import read_json, require_regular_files
 from harness.errors import UserError
 

@@ -5,13 +5,10 @@ No model is built and no family is named: the usual names of each size are tried
 
 from __future__ import annotations
 
-import math
-import re
-import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.config.model.facts import EXPERTS, layer_drop, require_countable
 from harness.config.model.hub import cached
 from harness.config.model.plans import MODELS, expert_plan_refusal, families_of_matrix, plan_refusal
 from harness.config.values.json_file import read_json
@@ -23,8 +20,6 @@ PRESETS = MODELS / "presets"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _INTERMEDIATE = (
     "moe_intermediate_size",
@@ -34,11 +29,6 @@ _INTERMEDIATE = (
     "ffn_hidden_size",
     "n_inner",
 )
-
-
-MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # ten times more than anybody has trained
-_MANY_LAYERS = re.compile(r"(\w+_)?(n_?layers?|(num_)?(\w+_)?(layers|blocks)|depth)", re.IGNORECASE)
-_MANY_EXPERTS = re.compile(r"(\w+_)?experts", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,25 +76,6 @@ def read_model_config(source: str) -> JsonObject:
     return config
 
 
-def require_countable(config: Mapping[str, object], where: str) -> None:
-    """Raise UserError for a config with an absurd number of layers or experts: building it would never end."""
-    layers = [*_counts(config, _MANY_LAYERS)]
-    experts = [*_counts(config, _MANY_EXPERTS)]
-    for name, count, most in (*((*each, MOST_LAYERS) for each in layers), *((*each, MOST_EXPERTS) for each in experts)):
-        if count > most:
-            raise UserError(f"{where}: {name} is {count:g}: must be at most {most:,}")
-
-
-def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a config, and of the configs in it, whose names match."""
-    if not isinstance(config, Mapping):
-        return
-    for name, value in config.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and names.fullmatch(str(name)):
-            yield str(name), value if value < sys.float_info.max else math.inf
-        yield from _counts(value, names)
-
-
 def is_model_type(source: str) -> bool:
     """Return whether `source` is only a model type, without a config.json."""
     return source in families_of_matrix() and not (PRESETS / source).exists() and not Path(source).exists()
@@ -123,7 +94,7 @@ def read_shape(source: str) -> ModelShape:
         kv_heads=_first(config, _KV_HEADS),
         hidden=_first(config, _HIDDEN),
         intermediate=_first(config, _INTERMEDIATE),
-        experts=_first(config, _EXPERTS),
+        experts=_first(config, EXPERTS),
         vocabulary=_first(config, ("vocab_size",)),
         layerdrop=layer_drop(config),
         window=_window(config),
@@ -136,29 +107,6 @@ def _window(config: JsonObject) -> int | None:
     if window is None or config.get("use_sliding_window") is False or (positions is not None and positions <= window):
         return None
     return window
-
-
-def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return a layer's number of experts, and of experts per token; (0, 0) in a dense layer."""
-    experts, chosen = (
-        next((n for name in names if (n := whole(config.get(name)))), 0) for names in (_EXPERTS, _CHOSEN)
-    )
-    return experts, min(chosen or 1, experts)
-
-
-def layer_drop(config: Mapping[str, object]) -> float:
-    """Return the probability with which a decoder's config has its layers skipped in training."""
-    rates = [config.get(name) for name in ("layerdrop", "decoder_layerdrop")]
-    return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
-
-
-def require_every_layer(rate: float) -> None:
-    """Raise UserError for a model that skips layers at random (LayerDrop): a pipeline always calls all its layers."""
-    if rate > 0:
-        raise UserError(
-            f"layerdrop {rate}: this model skips layers at random in training, which pipeline stages cannot do: "
-            "set it to 0 in the model's config.json"
-        )
 
 
 def _first(config: JsonObject, names: tuple[str, ...]) -> int | None:

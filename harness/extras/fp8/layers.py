@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from harness.config.model.shape import experts_of
+from harness.config.model.facts import experts_of
 from harness.config.values.arguments import FP8_MULTIPLE
 from harness.errors import UserError
 from harness.extras.fp8.product import Fp8Product, Multiply, emulated, on_device

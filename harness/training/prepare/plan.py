@@ -38,7 +38,7 @@ from harness.checkpoint.integrity import (
 )
 from harness.checkpoint.saved_run import SavedRun
 from harness.config import Resolved
-from harness.config.model.shape import layer_drop, require_every_layer
+from harness.config.model.facts import layer_drop, require_every_layer
 from harness.console import Console
 from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all

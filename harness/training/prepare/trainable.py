@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.batches.collate import MicroBatch
-from harness.config.model.shape import require_countable
+from harness.config.model.facts import require_countable
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import without_secret_texts
 from harness.console import warn

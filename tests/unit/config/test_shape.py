@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
+from harness.config.model.facts import layer_drop, require_countable, require_every_layer
 from harness.config.model.families import require_trainable_config
-from harness.config.model.shape import (
-    layer_drop,
-    read_model_config,
-    read_shape,
-    require_countable,
-    require_every_layer,
-)
+from harness.config.model.shape import read_model_config, read_shape
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
 
-from harness.config.model.shape import experts_of
+from harness.config.model.facts import experts_of
 from harness.hf.causal import layer_costs
 from harness.parallel.pipeline.partition import balanced
 from harness.planner.model_config import decoder_of

@@ -1,0 +1,58 @@
+"""Single facts that a model's config states: its experts, whether it skips layers, sizes that nobody can train."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+
+from harness.config.values.pointers import whole
+from harness.errors import UserError
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The usual names of the number of experts."""
+_CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k")
+MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # ten times more than anybody has trained
+_MANY_LAYERS = re.compile(r"(\w+_)?(n_?layers?|(num_)?(\w+_)?(layers|blocks)|depth)", re.IGNORECASE)
+_MANY_EXPERTS = re.compile(r"(\w+_)?experts", re.IGNORECASE)
+
+
+def require_countable(config: Mapping[str, object], where: str) -> None:
+    """Raise UserError for a config with an absurd number of layers or experts: building it would never end."""
+    layers = [*_counts(config, _MANY_LAYERS)]
+    experts = [*_counts(config, _MANY_EXPERTS)]
+    for name, count, most in (*((*each, MOST_LAYERS) for each in layers), *((*each, MOST_EXPERTS) for each in experts)):
+        if count > most:
+            raise UserError(f"{where}: {name} is {count:g}: must be at most {most:,}")
+
+
+def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a config, and of the configs in it, whose names match."""
+    if not isinstance(config, Mapping):
+        return
+    for name, value in config.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and names.fullmatch(str(name)):
+            yield str(name), value if value < sys.float_info.max else math.inf
+        yield from _counts(value, names)
+
+
+def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
+    """Return a layer's number of experts, and of experts per token; (0, 0) in a dense layer."""
+    experts, chosen = (next((n for name in names if (n := whole(config.get(name)))), 0) for names in (EXPERTS, _CHOSEN))
+    return experts, min(chosen or 1, experts)
+
+
+def layer_drop(config: Mapping[str, object]) -> float:
+    """Return the probability with which a decoder's config has its layers skipped in training."""
+    rates = [config.get(name) for name in ("layerdrop", "decoder_layerdrop")]
+    return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
+
+
+def require_every_layer(rate: float) -> None:
+    """Raise UserError for a model that skips layers at random (LayerDrop): a pipeline always calls all its layers."""
+    if rate > 0:
+        raise UserError(
+            f"layerdrop {rate}: this model skips layers at random in training, which pipeline stages cannot do: "
+            "set it to 0 in the model's config.json"
+        )
