@@ -22,10 +22,11 @@ from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
-from harness.console import Console, plain_console, quiet
+from harness.console import Console, plain_console
 from harness.errors import UserError
 from harness.installed import require_installed, watch
 from harness.preconditions import establish
+from harness.quiet import quiet
 from harness.resilience.process import activity, records, signals
 from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
 from harness.uncaught import GRACE_S, lines_of, report

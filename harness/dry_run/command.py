@@ -16,10 +16,10 @@ from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.atomic import replace_text
 from harness.command_line import parse
-from harness.console import quiet
 from harness.errors import UserError, reason
 from harness.planner.hardware import load_hardware, names
 from harness.preflight import check_inputs
+from harness.quiet import quiet
 from harness.topology.env import LaunchEnv
 from harness.verb_parser import Boolean, VerbParser, name_or_path, path_argument, positive, whole_number
 

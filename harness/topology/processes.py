@@ -4,53 +4,14 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 DEEPSPEED_LAUNCH = "deepspeed.launcher.launch"  # DeepSpeed's process on each host, the parent of the ranks there
 SAFE_PATH = "PYTHONSAFEPATH"  # the variable for Python's flag -P: no module is imported from the working directory
 LEVELS = 8  # number of ancestors among which a launcher is searched; wrappers may be between
-
-
-@dataclass(frozen=True)
-class ProcessStatus:
-    """The state of a process.
-
-    Attributes:
-        state: Linux's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
-        started: start time in clock ticks; distinguishes it from a later process with the same id.
-        ending: how a process has ended; "" if that is unknown.
-    """
-
-    state: str
-    started: int
-    ending: str = ""
-
-
-def status_of(process: int) -> ProcessStatus | None:
-    """Return the state of a process; None if it is gone. OSError if it cannot be read."""
-    try:
-        # The command's name, in brackets, may itself contain brackets and spaces: split behind the last bracket.
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, started, code = fields[0], int(fields[19]), int(fields[49])
-    if state not in "ZX":
-        return ProcessStatus(state, started)
-    name = signal.Signals(code & 127).name if code & 127 else ""
-    return ProcessStatus(state, started, f"ended by {name}" if name else f"ended with exit code {code >> 8}")
-
-
-def is_stopped(process: int) -> bool:
-    """Return whether a process is stopped (as by SIGSTOP); False where that cannot be known."""
-    with suppress(OSError):
-        status = status_of(process)
-        return status is not None and status.state == "T"
-    return False
 
 
 def parent_of(process: int) -> int:

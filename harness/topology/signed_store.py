@@ -18,14 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import UserError
 from harness.topology.env import SECRET, run_secret
+from harness.topology.signed_objects import signature
 
 T = TypeVar("T")
 SIGNATURE_BYTES = hashlib.sha256().digest_size * 2  # in hex
-
-
-def signature(secret: str, subject: str, content: bytes) -> bytes:
-    """Return the HMAC by which the ranks and agents of a run know that one of them has written something."""
-    return hmac.new(secret.encode(), subject.encode() + b"\0" + content, hashlib.sha256).digest()
 
 
 class SignedStore(dist.Store):

@@ -23,12 +23,12 @@ from harness.arguments import TrainingArguments
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
-from harness.console import quiet
 from harness.dry_run.account import account
 from harness.dry_run.command import dry_run_plan
 from harness.errors import UserError
 from harness.planner.hardware import load_hardware, names
 from harness.preflight import check_inputs
+from harness.quiet import quiet
 from harness.topology.env import LaunchEnv
 
 

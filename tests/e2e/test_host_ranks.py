@@ -18,7 +18,8 @@ from harness.resilience.on_host.processes import become_subreaper
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.on_host.standby import TITLE, Standby
 from harness.topology.env import RECORDS
-from harness.topology.processes import children_of, command_of, status_of
+from harness.topology.process_status import status_of
+from harness.topology.processes import children_of, command_of
 
 pytestmark = pytest.mark.ranks
 

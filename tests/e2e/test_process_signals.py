@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.topology.processes import status_of
+from harness.topology.process_status import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ranks

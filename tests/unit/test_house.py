@@ -88,7 +88,7 @@ CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popi
 # `harness/` itself has files of three kinds, each like a folder: what all may use, what is made of the config, and the
 # entry points, which are all others.
 USED_BY_ALL = {"atomic", "errors", "spelling", "wording"}
-OF_CONFIGS = {"completion", "console", "preconditions", "uncaught", "verb_parser"}
+OF_CONFIGS = {"completion", "console", "preconditions", "quiet", "uncaught", "verb_parser"}
 
 # What a size or a thing is called elsewhere or was called here, and its one name in this project. See docs/glossary.md.
 ONE_NAME = {

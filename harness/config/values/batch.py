@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from harness.config.values.arguments import AutoValues
 from harness.config.values.pointers import AUTO, lookup, whole
 from harness.schedules import DEFAULT, ModelChunks, model_chunks, named
-from harness.wording import counted, one_of
+from harness.wording import counted
 
 LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # number of gradient elements that ZeRO reduces at once
 MOST_IDLE = 0.2  # share of a pipeline's step above which more micro-batches are advised
@@ -168,35 +168,3 @@ def micro_batches_wanted(num_stages: int, schedule: str = DEFAULT, chunks_per_st
         else:
             least = middle
     return enough
-
-
-def batch_size_conflict(
-    sizes: StatedSizes, batch_ranks: int, *, cp_size: int = 1, ranks_are_known: bool = True
-) -> tuple[str, str]:
-    """Return a message for three sizes that do not multiply, and advice with sizes that do.
-
-    Args:
-        batch_ranks: number of data-parallel ranks that read different samples; `cp_size` ranks share each.
-    """
-    name, train, micro, accumulation = sizes.train_name, sizes.train, sizes.micro, sizes.accumulation
-    factors = {"micro-batch": micro, "accumulation": accumulation}
-    known = [f"{words} {size}" for words, size in factors.items() if size is not None]
-    rank = "data-parallel rank" if cp_size == 1 else f"data-parallel / {cp_size} context rank"
-    count = batch_ranks if cp_size == 1 else batch_ranks * cp_size
-    ranks = [counted(count, rank)] if ranks_are_known or not known else []
-    is_product = len(known) == 2 and bool(ranks)
-    message = f"{name} {train} is not {'' if is_product else 'a multiple of '}{' x '.join([*known, *ranks])}"
-    others = (batch_ranks if ranks_are_known else 1) * (accumulation or 1)
-    unit = others * (micro or 1)
-    if train is None or unit < 1 or train < 1:
-        return message, "use sizes of at least 1"
-    if is_product:
-        return message, f"use {name} {unit}, or leave one of the three sizes out"
-    near = sorted({max(1, train // unit) * unit, (train // unit + 1) * unit})
-    hint = f"use {name} {one_of(near)}"
-    if micro is not None and train % others == 0:
-        share = train // others
-        fits = [size for size in range(1, min(share, 8 * micro) + 1) if share % size == 0]
-        closest = sorted(sorted(fits, key=lambda size: abs(size - micro))[:3])
-        hint += f", or a micro-batch of {one_of(closest)} (--per_device_train_batch_size)"
-    return message, hint

@@ -22,7 +22,8 @@ from harness.console import drop_output_without_reader, print_if_heard
 from harness.resilience.on_host.processes import signal_when_parent_dies, sweep
 from harness.resilience.on_host.standby import DONE, Standby
 from harness.topology.env import RECORDS, inherited
-from harness.topology.processes import children_of, is_stopped
+from harness.topology.process_status import is_stopped
+from harness.topology.processes import children_of
 
 PAUSED_S = 5.0  # after a longer gap between two checks this process was stopped itself: times start anew
 LOOK_S = 0.5  # interval of checks for stopped ranks

@@ -20,7 +20,8 @@ from harness.resilience.process.records import HANG, THIS_RANK, Position, record
 from harness.topology.env import LaunchEnv
 from harness.topology.failure import tell
 from harness.topology.peers import ranks_among
-from harness.topology.processes import children_of, is_stopped, parent_of
+from harness.topology.process_status import is_stopped
+from harness.topology.processes import children_of, parent_of
 from harness.uncaught import first_line, is_awaited
 
 EVERY_S = 0.5

@@ -40,7 +40,7 @@ from harness.topology.agreement import all_gather_on_host, any_rank, broadcast_o
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.topology.hosts import host_id
-from harness.topology.processes import status_of
+from harness.topology.process_status import status_of
 from harness.topology.signed_store import SignedStore
 
 POLL_S = 0.2

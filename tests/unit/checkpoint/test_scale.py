@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.checkpoint.exporting.plan_files import plan_files
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, file_regions
-from harness.checkpoint.tensors.whole_tensors import PASSED_ALONG, Share, plan_files, takes_part
+from harness.checkpoint.tensors.whole_tensors import PASSED_ALONG, Share, takes_part
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.topology.layout import Layout

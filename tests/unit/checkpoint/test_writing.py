@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.checkpoint.exporting.plan_files import plan_files
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions, split_by_size
-from harness.checkpoint.tensors.whole_tensors import Share, plan_files
+from harness.checkpoint.tensors.whole_tensors import Share
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import LazyTensor

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.checking.rules.deepspeed.batch import batch_size_conflict
 from harness.config.values.batch import (
     Batch,
     StatedSizes,
-    batch_size_conflict,
     bubble,
     complete,
     idle,

@@ -27,7 +27,8 @@ from harness.resilience.hosts import HostDevices
 from harness.resilience.options import read_options
 from harness.resilience.script import Script
 from harness.topology.env import SECRET, free_port
-from harness.topology.signed_store import SIGNATURE_BYTES, signature
+from harness.topology.signed_objects import signature
+from harness.topology.signed_store import SIGNATURE_BYTES
 from tests.unit.resilience.simulated import PlayedRanks, SimulatedRun
 
 Play = Callable[[PlayedRanks], None]

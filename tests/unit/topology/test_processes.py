@@ -10,6 +10,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+from harness.topology.process_status import status_of
 from harness.topology.processes import (
     LEVELS,
     above,
@@ -18,7 +19,6 @@ from harness.topology.processes import (
     command_of,
     own_python,
     parent_of,
-    status_of,
     wait_readable,
     wakes_of,
 )

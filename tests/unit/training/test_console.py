@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import harness
-from harness.console import Console, plain_console, quiet
+from harness.console import Console, plain_console
 from harness.errors import UserError
+from harness.quiet import quiet
 
 
 def consoles() -> tuple[Console, Console, io.StringIO, io.StringIO]:

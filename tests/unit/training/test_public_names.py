@@ -23,8 +23,9 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
 from harness.config import AutoValues
 from harness.config.values.typed import takes
-from harness.console import Console, quiet, warn
+from harness.console import Console, warn
 from harness.installed import read_run_config
+from harness.quiet import quiet
 
 
 def test_every_public_name_is_listed_and_there() -> None:

@@ -25,8 +25,9 @@ from harness.checkpoint.directories import (
 )
 from harness.checkpoint.integrity import find_resume, newest
 from harness.checkpoint.saved_run import SavedRun
-from harness.console import plain_console, quiet
+from harness.console import plain_console
 from harness.hf.skeleton import read_source
+from harness.quiet import quiet
 from harness.training.prepare.preparation import report_origin
 from harness.training.recording.recorder import MetricsFile
 from tests.unit.training.full_disk import full_disk

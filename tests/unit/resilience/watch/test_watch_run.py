@@ -22,7 +22,7 @@ from harness.resilience.watch.watcher import SLOW_S, Limits, Watcher, _view, wat
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from harness.topology.processes import is_stopped, status_of
+from harness.topology.process_status import is_stopped, status_of
 
 
 def named(name: str) -> list[threading.Thread]:
