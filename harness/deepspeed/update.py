@@ -209,6 +209,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 
     def _exec_reduce_grads(self) -> None:
         if self.parts.compression is not None:
+            # The rounding error carried over from the last step has that step's loss scale, which may have changed.
             scale = self._get_optimizer_loss_scale() or 1.0
             self.parts.compression.average([self.gradients.of(parameter) for parameter in self.trained], scale)
         if self.means is not None:
