@@ -123,10 +123,15 @@ def test_from_zero_2_on_deepspeed_moves_no_more_than_when_this_was_counted(
 
 def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each(tmp_path: Path) -> None:
     counts = 2 * (2 * LAYERS + 1) * TOKENS * HIDDEN  # elements of the norms of two micro-batches
-    for fusion, passes, most in ((None, NARROW, 160), ("kernels", AS_ONE, 20)):
-        found = of(tmp_path, zero(0), fusion=fusion).parts[parts.NORMS]
+    beside_products = (parts.NORMS, parts.ELEMENTWISE, parts.ROTARY, parts.RESIDUALS)
+    for fusion, passes, most, of_layer in ((None, NARROW, 160, 100), ("kernels", AS_ONE, 20, 25)):
+        step = of(tmp_path, zero(0), fusion=fusion).parts
+        found = step[parts.NORMS]
         assert found.bytes / counts == pytest.approx(sum(passes["norm"][0]), rel=0.08), fusion
         assert found.kernels < most
+        assert (
+            sum(step[part].kernels for part in beside_products) <= of_layer * LAYERS * 2 * 2
+        )  # micro-batches, directions
 
 
 def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
