@@ -33,7 +33,7 @@ def test_the_documented_setup_is_the_tested_one() -> None:
     ("line", "proposed"),
     [
         ("ds-harness ch", {"check", "checkpoint"}),
-        ("ds-harness check --f", {"--fix", "--format"}),
+        ("ds-harness check --f", {"--fix", "--format", "--fp8"}),
         ("ds-harness check a.json --format s", {"sarif"}),
         ("ds-harness check a", {"a.json"}),
         ("ds-harness train --num_train_e", {"--num_train_epochs"}),

@@ -299,8 +299,11 @@ def test_optim_names_the_optimizer_where_the_file_leaves_it_open() -> None:
     assert resolved_with(adam, optim="adamw_torch").config["optimizer"]["type"] == "Adam"
     with pytest.raises(ConfigError, match=r"--optim is sgd and optimizer.type is Adam"):
         resolved_with(adam, optim="sgd")
-    with pytest.raises(UserError, match=r"--optim adamw_bnb_8bit: give .* optimizer\.type"):
-        TrainingArguments(optim="adamw_bnb_8bit")
+    with pytest.raises(ConfigError, match=r"--optim is adamw_8bit and optimizer.type is Adam"):
+        resolved_with(adam, optim="adamw_8bit")
+    assert resolved_with(AUTO_BATCH, optim="adamw_bnb_8bit").config["optimizer"]["type"] == "AdamW8bit"
+    with pytest.raises(UserError, match=r"--optim galore_adamw: give .* optimizer\.type"):
+        TrainingArguments(optim="galore_adamw")
 
 
 def test_a_fraction_of_warm_up_is_huggingfaces() -> None:

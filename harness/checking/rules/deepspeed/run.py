@@ -64,9 +64,14 @@ def _other_betas(in_file: object, values: AutoValues) -> Iterator[Finding]:
 
 
 def _means(optim: str, name: str) -> bool:
-    """Return whether a value of --optim and a name in the config mean the same optimizer, or two of one family."""
+    """Return whether a value of --optim and a name in the config mean the same optimizer, or two of one family.
+
+    Those of a package of their own have other states in memory than their family.
+    """
     wanted, named = FLAGS[optim], find(name)
-    return name.lower() == wanted.name.lower() or (named is not None and named.shares_state_with(wanted))
+    if named is None or named.package or wanted.package:
+        return name.lower() == wanted.name.lower()
+    return named.shares_state_with(wanted)
 
 
 def _conflict(pointer: str, name: str, wanted: object, in_file: object) -> Finding:
