@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import TypeAlias
 
 import torch
@@ -46,6 +46,7 @@ def _wrap_interface() -> None:
     """Have models get their attention function wrapped in the exchange, in layers that work on a shard."""
     plain = AttentionInterface.get_interface
 
+    @wraps(plain)
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
         function: Attend = plain(self, attn_implementation, default)
         active = _active.get()

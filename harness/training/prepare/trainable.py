@@ -26,7 +26,7 @@ from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import UNSPLIT, TokenSplit, idle_tiles
-from harness.hf.decoder import ModelLayer
+from harness.hf.decoder import DecoderLayer
 from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
@@ -286,8 +286,8 @@ def _finisher(
 
 
 def _outside_compiled(fuse: Callable[[nn.Module], None], layer: nn.Module) -> None:
-    """Fuse a layer that torch.compile leaves alone, as the final norm and the head are."""
-    if not (isinstance(layer, ModelLayer) and layer.compiled_parts()):
+    """Fuse a layer that torch.compile leaves alone, such as the final norm and the head."""
+    if not isinstance(layer, DecoderLayer):
         fuse(layer)
 
 

@@ -85,8 +85,10 @@ def advised_wrongly(config: dict[str, Any], found: list[Diagnostic], **options: 
 
 @pytest.mark.parametrize("rule", WITHOUT_RUN, ids=lambda rule: rule.code)
 def test_the_advice_of_a_rule_works(rule):
-    document = from_text(rule.wrong)
-    assert not advised_wrongly(document.data, check(document, **rule.options), **rule.options)
+    document, options = from_text(rule.wrong), dict(rule.options)
+    if arguments := options.pop("arguments", None):
+        options["arguments"] = AutoValues(**arguments, given=frozenset(arguments))
+    assert not advised_wrongly(document.data, check(document, **options), **options)
 
 
 @pytest.mark.parametrize(("target", "config"), MORE, ids=lambda value: value if isinstance(value, str) else "")

@@ -98,6 +98,7 @@ def tokens(length: int) -> dict[str, list[int]]:
     return {"input_ids": [(7 * place + length) % 250 for place in range(length)]}
 
 
+@pytest.mark.usefixtures("never_split")
 @pytest.mark.parametrize(
     ("lengths", "flags", "graphs"),
     [

@@ -289,7 +289,7 @@ def fp8_without_bf16(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=f"/{of_file}/enabled",
             message=f"--fp8 {how} needs bf16, but this run computes in {view.precision}",
-            hint="set bf16.enabled to true, or leave out --fp8",
+            hint="set bf16.enabled to true",
             deepspeed="knows no fp8",
             on_value=True,
         )
