@@ -35,8 +35,8 @@ from harness.training.prepare.one_model import tensors_in_memory
 from harness.training.prepare.plan import RunInputs
 from harness.wording import counted
 
-IN_JSON = "bitsandbytes"
-"""A package whose optimizers the run makes itself (harness/extras/blockwise)."""
+BITSANDBYTES = "bitsandbytes"
+"""The package whose optimizers keep states in blocks; the run makes them itself (harness/extras/blockwise)."""
 INDEX = "group_of_user"
 """Key in a group of the run's optimizer: the index of the user's group whose options it copies."""
 
@@ -290,10 +290,10 @@ def _require_fresh(optimizer: Optimizer) -> None:
         problems.append(f"{kind} has hooks, which would not run here: use a TrainerCallback")
     if any(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         problems.append(f"{kind} has a mode for training and one for evaluation, which are not switched here")
-    if type(optimizer).__module__.partition(".")[0] == IN_JSON:
+    if type(optimizer).__module__.partition(".")[0] == BITSANDBYTES:
         problems.append(
-            f"{kind} of {IN_JSON} has states in blocks, which this cannot divide or save: leave it out, and name it as "
-            "optimizer.type in the DeepSpeed JSON, or give --optim"
+            f"{kind} of {BITSANDBYTES} has states in blocks, which this cannot divide or save: leave it out, and name "
+            "it as optimizer.type in the DeepSpeed JSON, or give --optim"
         )
     for index, options in enumerate(options_of(optimizer)):
         problems += [

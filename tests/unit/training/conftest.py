@@ -1,4 +1,4 @@
-"""What tests of whole runs in this process need of it."""
+"""Fixtures for tests that train in this process."""
 
 import inspect
 
@@ -8,5 +8,5 @@ from transformers.modeling_utils import AttentionInterface
 
 @pytest.fixture
 def never_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process as if no run in it had split a sequence: attention stays wrapped after the first that does."""
+    """Unwrap transformers' attention, which stays wrapped in a process after the first run that splits a sequence."""
     monkeypatch.setattr(AttentionInterface, "get_interface", inspect.unwrap(AttentionInterface.get_interface))

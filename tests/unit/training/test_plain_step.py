@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -47,12 +46,7 @@ class Walk(TrainerCallback):
                 self.deepest = max(self.deepest, self.depth)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            gc.disable()  # else what an earlier test left is finalised in between, and counted
-            sys.setprofile(self._note)
-        else:
-            sys.setprofile(None)
-            gc.enable()
+        sys.setprofile(self._note if state.global_step == 2 else None)
 
 
 class Theirs(transformers.TrainerCallback):
