@@ -38,22 +38,23 @@ class ScatteredSum:
     gloo has no reduce-scatter of its own: it all-reduces the whole tensor and drops the rest. This sends half as much.
     """
 
-    def __init__(self, share: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
-        self._share, self._sent = share, x.contiguous()  # alive until it has been sent
+    def __init__(self, shard: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
+        # Keep the sent tensor until `wait`: gloo reads its memory in the background.
+        self._shard, self._sent = shard, x.contiguous()
         self._parts = torch.empty_like(self._sent)
         self._work: dist.Work | None = dist.all_to_all_single(self._parts, self._sent, group=group, async_op=True)
 
     def wait(self) -> bool:
-        """Wait until `share` [n / ranks, ...] holds this rank's shard of the sum over the group."""
+        """Wait until `shard` [n / ranks, ...] holds this rank's part of the sum over the group."""
         if self._work is not None:
             self._work.wait()
             self._work = None
             with torch.no_grad():
-                torch.sum(self._parts.view(-1, *self._share.shape), 0, out=self._share)
+                torch.sum(self._parts.view(-1, *self._shard.shape), 0, out=self._shard)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has been called; before that, the share has its old values."""
+        """Return whether `wait` has been called; before that, the shard has its old values."""
         return self._work is None
 
 

@@ -81,4 +81,6 @@ def set_counters(engine: DeepSpeedEngine, steps: int, skipped: int) -> None:
     engine.global_steps = steps
     engine.skipped_steps = skipped
     engine.global_samples = steps * engine.train_batch_size()
+    # DeepSpeed derives from this counter which micro-batch ends a step: with a wrong one, ZeRO-2 and ZeRO-3 would
+    # update in the middle of a step.
     engine.micro_steps = steps * engine.gradient_accumulation_steps()

@@ -146,6 +146,7 @@ class FlatOptimizer(BF16_Optimizer):
         """Yield the ranges of a group's wanted parameters in this rank's slice, merging neighbours."""
         size = self.fp32_groups_gradient_flat_partition[index].numel()
         first = dist.get_rank(self.real_dp_process_group[index]) * size
+        # `at` is the start of a parameter relative to this rank's slice. The pair at the end closes the last range.
         at, begun = -first, None
         for parameter, is_wanted in zip([*self.bf16_groups[index], None], [*wanted, False], strict=True):
             here = min(max(at, 0), size)

@@ -269,6 +269,8 @@ class ScheduledEngine(PipelineEngine):
     def _exec_schedule(self, program: StageProgram) -> None:
         self._reserve_pipe_buffers(program.buffers)
         self.fwd_outputs: list[Tensor] = []
+        # A chunk's micro-batches end in the order in which they began, so the ones in flight are consecutive, and no
+        # two share a buffer.
         steps: list[tuple[str, Operands]] = [
             (name, {"buffer_id": micro_batch % program.buffers, "micro_batch": micro_batch, "chunk": chunk})
             for name, micro_batch, chunk in program.instructions
@@ -333,6 +335,7 @@ class ScheduledEngine(PipelineEngine):
         inputs: Tensor | tuple[Tensor, ...] = tree_map(torch.clone, self.pipe_buffers["inputs"][buffer_id])
         if not self.is_pipe_partitioned or self.is_first_stage():
             return inputs
+        # The sizes are read on the host, which waits for the device: once, until `reset_activation_shape`.
         if self.pipe_partition_input_meta_cache is None:
             self.pipe_partition_input_meta_cache = inputs[0].to("cpu")
         meta, group = self.pipe_partition_input_meta_cache, self.grid.get_slice_parallel_group()

@@ -127,13 +127,16 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self.weights: AwaitedWeights | None = None
         if isinstance(self.optimizer, FlatOptimizer):
             layers = self.module.chunk_layers()
+            # Collectives of one group run in order: in a group of their own, weights do not delay gradients or norms.
             self.optimizer.gather_over(second_data_groups(parts.groups))
             self.weights = AwaitedWeights(self.optimizer, layers)
+            # Compression averages the complete gradients of a step, so nothing can be reduced during a backward pass.
             if parts.compression is None:
                 self.means = OverlappedMeans(self.optimizer, layers, self.gradients.fill, self._is_last_pass)
         self.overlaps = parts.overlaps
         if isinstance(self.optimizer, DividedOptimizer):
             self.optimizer.prepare(skips_nonfinite=parts.skips_nonfinite, compressed=parts.compression is not None)
+            # The norm takes one all-reduce over stages per group, and stages may have different numbers of groups.
             self.optimizer.most_groups = max(all_gather_object(len(self.optimizer.param_groups)))
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
@@ -234,7 +237,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if self.is_last_stage():
             mean: Tensor = super()._aggregate_total_loss()
             return mean
-        # DeepSpeed would copy zeros from the host here, and wait for the copy.
+        # DeepSpeed would copy zeros from the host here, and wait for the copy. The order of the values is the one in
+        # which its last stage sends them: the loss on its data rank, the mean over data ranks, the others.
         names = list(self.module.get_additional_losses() or ())
         losses = torch.zeros(2 + len(names), device=self.device)
         comm.broadcast(losses, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
@@ -256,6 +260,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             others = (self.get_additional_losses() or {}).values()
             self.outcome = self.parts.reading([norm, self.agg_train_loss, *others])
         applied = True
+        # torch sets this on its fused optimizers, which take a scale of the gradients and a flag to skip the step.
         if getattr(self.basic_optimizer, "_step_supports_amp_scaling", False):
             self._clip_and_skip_on_device(norm)
         else:
@@ -279,6 +284,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         The host does not wait. The reader of the norm must call `count_skipped_step` for a skipped step.
         """
         optimizer, limit = self.basic_optimizer, self.gradient_clipping()
+        # torch's GradScaler sets the same two attributes; the fused kernel reads both as float32, and divides by the
+        # second.
         optimizer.found_inf = (~torch.isfinite(norm)).float() if self._skips_nonfinite else None
         self.skips_on_device = self._skips_nonfinite
         inside = bool(limit) and self._clips_inside
@@ -410,6 +417,7 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
         self.reduces_once = reduces_once
         if skips_nonfinite:
             self.check_grad_overflow = True  # by default only in fp16
+        # With offloading, DeepSpeed reads the norm of each parameter on the host anyway.
         self.asks_once = skips_nonfinite and not self.cpu_offload and self.compute_grad_norm
         self.compressed = compressed
         if compressed:
@@ -431,6 +439,8 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
 
     def reduce_sums(self) -> None:
         """Average a step's sums over the data-parallel ranks, bucket by bucket; each rank keeps its partition."""
+        # DeepSpeed allocates its buckets before the first gradient of a micro-batch, in `process_gradients`, which here
+        # has not passed any on.
         self.setup_buckets()
         for i, group in enumerate(self.bit16_groups):
             for param in group:

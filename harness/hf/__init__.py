@@ -1,1 +1,1 @@
-"""HuggingFace decoders as lists of pipeline layers. The code names no family; `models/plans/` has data of families."""
+"""HuggingFace decoders as lists of pipeline layers. No code names a model family: their data is in `models/plans/`."""

@@ -61,6 +61,7 @@ class EmbeddingNoise:
         if not module.training:
             return output
         most = self.alpha / (output.shape[1] * output.shape[2]) ** 0.5
+        # A method that fills a tensor: the keyed RNG does not intercept `torch.rand`.
         return output + output.detach().new_zeros(output.shape).uniform_(-most, most)
 
 
@@ -191,7 +192,7 @@ class Prologue(ModelLayer):
         self.names = list(blueprint.outer.prologue)
         self.chain = blueprint.outer.chains.prologue
         self.passes_tokens = not self.schema.bare
-        # the prologue runs on all tokens, so its draws need no cut
+        # A prologue that draws random numbers computes all tokens, so that they need no cut.
         self.takes_shard = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.uses_rng
         if blueprint.noise is not None:
             self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
@@ -252,6 +253,7 @@ class DecoderLayer(ModelLayer):
             self.share = share_sequence(layer, self.sequence.group, apart)
         if self.context_layer is not None:
             self.context_layer.gather_blocks()
+        # Tiles replace the forward itself, so the hooks above run once per block, not once per tile.
         for block in tiled:
             tile_block(layer.get_submodule(block), blueprint.block_tile)
 
@@ -374,6 +376,7 @@ class Epilogue(ModelLayer):
             payload = self._cut(self.context, payload)
         if self.tiles is not None and self.tiles.loss is not None:
             total = self.tiles.sum(payload.hidden, partial(self._logits_of_tile, payload))
+            # The model's own forward computes the router loss, and logits too: here for a single token.
             one = replace(payload, hidden=payload.hidden[:, :1])
             return total if self.capture is None else (total, self._router_loss(rows, one)[1])
         if self.capture is None:

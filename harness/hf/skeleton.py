@@ -42,7 +42,7 @@ HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 LISTED: tuple[Mapping[str, str], ...] = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-# hooks of these packages serve their own recording and checkpointing and change no number
+# The hooks of these packages record outputs and checkpoint activations: losing them changes no number.
 HARMLESS = ("transformers", "peft")
 
 
@@ -264,8 +264,8 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return transformers' causal class for a config, or the one registered for it, or None.
 
-    transformers lists some text decoders under the model type of their whole model alone, and has only the parts of
-    others (`text_part.py`). Such a class is registered, so that AutoModelForCausalLM builds and loads it, too.
+    transformers lists some text decoders only under the model type of the whole model, and has only the parts of others
+    (`text_part.py`). Their classes are registered here, so that AutoModelForCausalLM builds and loads them.
     """
     kind = type(config)
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
@@ -280,7 +280,7 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def _classes(kind: type[PretrainedConfig], names: Mapping[str, str]) -> list[str]:
-    """Return those of transformers' classes, by model type in `names`, that lie beside a class of configs."""
+    """Return the classes in `names` (model type -> class name) from the package of a config class."""
     package = kind.__module__.split(".")[-2:-1]
     return [name for key, name in names.items() if [model_type_to_module_name(key)] == package]
 
@@ -300,9 +300,8 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32)
     config = copy.deepcopy(config)
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = (
-            False  # asked for only where it is available: at the end of the forward (`forward/router_loss.py`)
-        )
+        # Only the end of the forward can return them, and asks for them (`forward/router_loss.py`).
+        config.output_router_logits = False
     try:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -324,7 +323,7 @@ def with_key_per_head(config: PretrainedConfig) -> PretrainedConfig | None:
     transformers still repeats each key by the ratio of the two, and then fails on the shapes.
     """
     text = config.get_text_config(decoder=True)
-    # layers may have numbers of their own, and then reading the attribute fails
+    # Not getattr: transformers raises if each layer has its own number.
     heads, keys = (vars(text).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if not isinstance(heads, int) or not isinstance(keys, int) or heads <= keys:
         return None

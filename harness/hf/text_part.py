@@ -1,7 +1,7 @@
-"""A causal decoder for the text part of a vision-language model of which transformers has none alone.
+"""A causal decoder for the text part of a vision-language model, if transformers has no class for it.
 
-Such a family has a text model, and a head in its whole model alone. The decoder is the two, so for text it has the
-whole model's logits, with the scale and the soft cap that the config names.
+In such a family only the whole model has a head. The decoder combines the text model with that head, so for text its
+logits are those of the whole model, with the scale and the soft cap of the config.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ class TextDecoder(PreTrainedModel, GenerationMixin):
 
 
 def decoder_of_part(kind: type[PretrainedConfig], wholes: list[str]) -> type[PreTrainedModel] | None:
-    """Return a causal class for configs of a text part; None if its whole models (classes) have no plain head."""
+    """Return a causal class for the config class of a text part; None if the whole models have no plain head.
+
+    Args:
+        wholes: class names of the whole models.
+    """
     module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     known = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, PreTrainedModel)]
     models = [each for each in known if each.config_class is kind and each.__name__.endswith("TextModel")]

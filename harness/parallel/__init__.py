@@ -1,1 +1,1 @@
-"""Parallelism: how tensors and layers are cut over ranks, and how ranks communicate."""
+"""Parallelism: how tensors and layers are sharded over ranks, and how ranks communicate."""

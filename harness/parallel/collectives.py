@@ -139,6 +139,7 @@ def all_reduce_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
 
     This and the next three functions are arguments of `carry_collectives`.
     """
+    # DeepSpeed passes None for the group of all ranks.
     memory = None if not x.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_reduce(x, out=x) is x
 
@@ -149,10 +150,10 @@ def all_gather_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | No
     return memory is not None and memory.all_gather(x, out=whole) is whole
 
 
-def reduce_scatter_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Reduce-scatter `x` [n, ...] into `share` [n / ranks, ...]; return False as `all_reduce_in_memory` does."""
-    memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
-    return memory is not None and memory.reduce_scatter(x, out=share) is share
+def reduce_scatter_in_memory(shard: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Reduce-scatter `x` [n, ...] into `shard` [n / ranks, ...]; return False as `all_reduce_in_memory` does."""
+    memory = None if not shard.is_contiguous() else _memory(x, group or dist.group.WORLD)
+    return memory is not None and memory.reduce_scatter(x, out=shard) is shard
 
 
 def means_in_memory(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor] | None:
@@ -184,4 +185,5 @@ def _ended(work: dist.Work | None, total: Tensor, *_sent: Tensor) -> Callable[[]
 
 
 def _copy(x: Tensor) -> Tensor:
+    # torch.distributed reduces in place and takes only contiguous tensors, but a tensor of the graph must not change.
     return x.detach().clone(memory_format=torch.contiguous_format)

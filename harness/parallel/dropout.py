@@ -55,6 +55,7 @@ class RngMode(TorchFunctionMode, ABC):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        # torch passes the call of an inner mode on to the outer ones, which must not draw again.
         draw = _CAUGHT.get(func) if _active.get() is self else None
         return func(*args, **(kwargs or {})) if draw is None else draw(self, *args, **(kwargs or {}))
 
@@ -171,7 +172,8 @@ class KeyedRng(RngMode):
         whole, starts, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out
-        # A first dimension of samples x tokens also counts as per sample: the rows of a sample are consecutive.
+        # Sample by sample, so that numbers do not depend on the micro-batch in which a sample is. A first dimension of
+        # samples x tokens counts as well: the rows of a sample are consecutive.
         per_sample = out.dim() > 0 and out.shape[0] % self.key.samples == 0 == whole[0] % self.key.samples
         samples = self.key.samples if per_sample else 1
         parts = out.unflatten(0, (samples, -1)).unbind() if per_sample else [out]
@@ -182,6 +184,7 @@ class KeyedRng(RngMode):
             if part.shape == shape:
                 getattr(part, method)(*args, generator=generator, **options)
             else:
+                # The whole tensor, of which this rank keeps its shard: a generator cannot skip to an entry.
                 drawn = torch.empty(shape, dtype=out.dtype, device=out.device)
                 getattr(drawn, method)(*args, generator=generator, **options)
                 for dim, start in starts.items():
@@ -350,6 +353,7 @@ def _attention(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # Not -inf: the softmax of a row without any visible key (padding) would be NaN.
         scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
     elif attn_mask is not None:
         scores = scores + attn_mask

@@ -28,6 +28,7 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
         value = value.to(dtype)
     if value.device == device or device.type == "cpu":
         return value
+    # The pinned copy may be freed at once: torch's host allocator reuses its memory only after the transfer.
     return (value.pin_memory() if value.device.type == "cpu" else value).to(device, non_blocking=True)
 
 

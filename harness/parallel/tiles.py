@@ -99,6 +99,7 @@ def computed_again(run: Callable[..., Argument], *given: Argument) -> Argument:
     """
     if not torch.is_grad_enabled():
         return run(*given)
+    # Models with dropout are not tiled, so there is no RNG state to restore, which on a GPU would make the host wait.
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, early_stop=False)
 
 

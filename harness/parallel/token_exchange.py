@@ -98,6 +98,7 @@ def _outputs(experts: RunExperts, arriving: Tensor, index: Tensor) -> Tensor:
         index: the expert of each pair, counted from this rank's first, [pairs].
     """
     if len(arriving):
+        # Weight 1 here: the sender multiplies by the router's weights, whose gradient its own router needs.
         outputs = experts(arriving, index.unsqueeze(1), torch.ones_like(arriving[:, :1]))
     else:  # a row of zeros keeps experts and exchange in the graph, since other ranks' backward waits for this one's
         one = arriving.sum(dim=0, keepdim=True)
@@ -139,6 +140,7 @@ class Route:
         experts, counts = [], []
         for piece in pieces:
             pairs = piece.reshape(-1)
+            # Experts outside `ranges` (of other tensor-parallel ranks) sort behind all others, where `order` ends.
             expert = torch.where((pairs >= first) & (pairs < stop), pairs - first, stop - first)
             experts.append(expert)
             counts.append(pairs.new_zeros(stop - first + 1).scatter_add_(0, expert, torch.ones_like(expert))[:-1])
@@ -146,6 +148,7 @@ class Route:
         shares = of_all.split(widths, dim=2)
         all_sizes: list[list[list[int]]] = torch.stack([share.sum(dim=2) for share in shares], dim=2).tolist()
         own = torch.arange(widths[ranks.rank], device=of_all.device).repeat(ranks.size)
+        # A stable sort: otherwise an expert might get its tokens in another order in each run, and round differently.
         return [
             cls(
                 order=expert.argsort(stable=True)[: sum(sizes[ranks.rank])],

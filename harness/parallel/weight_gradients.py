@@ -133,6 +133,7 @@ def _can_wait(x: Tensor, weight: Tensor) -> bool:
     """
     base = weight._base if weight._is_view() else weight  # noqa: SLF001  # no public names
     trained = torch.is_grad_enabled() and weight.requires_grad and base is not None and base.is_leaf
+    # Autocast would compute the output in another dtype than the weight's, which the backward of `_Linear` cannot mix.
     return trained and not torch.is_autocast_enabled(x.device.type)
 
 

@@ -155,6 +155,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     of_run = run.engine.loss.loss
     loss = _mean(run.engine, totals)
     has_perplexity = run.trainable.reads_tokens and of_run.is_cross_entropy
+    # exp() overflows above 709: an evaluation of a diverged model must not raise.
     metrics = {
         f"{prefix}_loss": loss,
         **{f"{prefix}_{name}_loss": value for name, value in of_sources.items()},

@@ -474,6 +474,7 @@ class Trainer:
         self.run.engine.settle()
         self.checkpoints.finish()
         self.nonfinite.summary(self.state.global_step)
+        # As in HuggingFace, before `on_train_end`, in which a callback may export the model.
         if not stop:
             with inside("loading the best model"):
                 load_best(self.run)

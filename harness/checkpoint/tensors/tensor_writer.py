@@ -89,6 +89,7 @@ def file_regions(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[File
         header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         at += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # As safetensors itself does, so that tensors begin at a multiple of 8 bytes, and can be mapped as they are.
     text += b" " * (-len(text) % 8)
     starts = {name: 8 + len(text) + item["data_offsets"][0] for name, item in header.items() if "shape" in item}
     regions = [FileRegion(path=path, start=starts[entry.name], entry=entry) for entry in ordered]

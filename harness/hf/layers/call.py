@@ -108,11 +108,11 @@ def _mapped(value: Argument, change: Callable[[Tensor], object]) -> Argument:
 
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-# errors of a forward that reads values of tensors on meta
+# Errors of a forward that reads the values of tensors on meta.
 ASKS_FOR_VALUES = (NotImplementedError, RuntimeError, ValueError)
-# errors of a forward that needs something that a placeholder lacks
+# Errors of a forward that needs something that a placeholder lacks.
 CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-# lets Linux map more memory than it has; only later versions of Python name the flag
+# Without it, Linux refuses to map more memory than it has. Only later versions of Python name the flag.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 Result = TypeVar("Result")

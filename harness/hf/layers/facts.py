@@ -1,4 +1,4 @@
-"""Find out about decoder layers by running them without weights: outputs, random numbers, ZeRO-3 leaves.
+"""Inspect decoder layers by running them without weights: outputs, random numbers, ZeRO-3 leaves.
 
 Outputs: a layer may return more than its hidden state, or put values into a mapping among its arguments (keys and
 values, indices). A `LayerOutputSpec` names each of these tensors, so that one stage can take it out and another can put

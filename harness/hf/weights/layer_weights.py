@@ -58,6 +58,7 @@ class ModelWeights(Protocol):
         """Fill what the materialised `layer` holds, in the order of the files."""
         local = dict(_named_tensors(layer))
         values = self.values(whole, local.keys(), next(iter(local.values())).device)
+        # In the order of the files, so that the disk is read sequentially.
         for name in sorted(local, key=lambda name: _position(values[name])):
             fill(local[name], values[name], self.part)
 

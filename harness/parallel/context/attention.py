@@ -103,6 +103,7 @@ class SharedAttention:
         kwargs = {name: self._for_all_tokens(value) for name, value in kwargs.items()}
         heads = Heads(query=query.shape[1], key_value=key.shape[1])
         size = self.context.size
+        # Nothing to exchange: the layer is here only for its tiles of queries.
         if size == 1:
             return _attention(function, module, (query, key, value), attention_mask, args, kwargs), None
         if not heads.fit(size):  # every rank computes all heads

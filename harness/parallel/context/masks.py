@@ -51,6 +51,7 @@ class MaskRows:
             "kv_length": keys.stop - keys.start,
             "kv_offset": self.given.get("kv_offset", 0) + keys.start,
         }
+        # Without the skip: transformers leaves out a causal mask, but SDPA's own starts at the first row.
         return self.make(**{**self.given, **part, "allow_is_causal_skip": False})
 
     def whole(self) -> Tensor:
@@ -65,6 +66,7 @@ class MaskRows:
         ends = []
         for start, stop in tiles(self.given["q_length"], self.queries):
             rows = self.rows(start, stop)
+            # A float mask (eager attention) is added to the scores: it is 0 where a query sees a key.
             sees = (rows if rows.dtype == torch.bool else rows == 0).flatten(0, -2).any(0).byte()
             ends.append(torch.stack([sees.argmax(), len(sees) - sees.flip(0).argmax()]))
         return [slice(*pair) for pair in torch.stack(ends).tolist()]
@@ -94,6 +96,7 @@ def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argume
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     numbers = (steps != 1).cumsum(-1)  # the number of each token's document in its row
     apart = packed_sequence_compatibility_function(given["mask_function"], positions, numbers)
+    # Without the skip: transformers would leave out the mask of a causal row without padding, documents or not.
     return function(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
 
 

@@ -1,1 +1,1 @@
-"""Pipeline stages: their boundaries, the order in which they compute, what they send and what they recompute."""
+"""Pipeline parallelism: stage boundaries, schedules, activation transfers, recomputation."""

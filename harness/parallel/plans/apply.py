@@ -119,6 +119,7 @@ def _replace_modules(
         rule = cut_context.plan.rule_of(full_name)
         if rule is None:
             continue
+        # Split outputs give the whole input a partial gradient, which `all_reduce` alone would not sum.
         if rule.style == "all_reduce" and _splits_own_outputs(child, full_name, cut_context.plan):
             rule = replace(rule, style="moe_tp_experts")
         target = cut_context.target(name, child, rule, local_output=local_head and full_name == cut_context.plan.head)

@@ -203,6 +203,7 @@ class Engine(ABC):
         #    before the first forward pass, and weight each micro-batch's sum by it.
         whole = []
         for inputs, labels in micro_batches:
+            # All rows count: only evaluations fill up their last micro-batches.
             whole.append(EvaluationBatch(inputs=inputs, labels=labels, rows=len(first_tensor(labels))))
         batches = self.weigh(whole, self.count(whole), sources=sources)
 
@@ -338,10 +339,11 @@ class Engine(ABC):
         per_row = n / rows.clamp(min=1.0)
         weighed = []
         for batch, of_rows in zip(micro_batches, sources or [()] * len(micro_batches), strict=True):
-            share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
-            share = share / layout.cp_size  # each context rank adds its router loss
+            router_weight = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
+            # Each context rank adds the router loss of the same micro-batch.
+            router_weight = router_weight / layout.cp_size
             inputs = to_device(batch.inputs, self.device, self.dtype)
-            wanted = targets(batch.labels, weight, batch.rows, share, of_rows)
+            wanted = targets(batch.labels, weight, batch.rows, router_weight, of_rows)
             weighed.append((inputs, to_device(wanted, self.device)))
         return weighed
 

@@ -34,12 +34,12 @@ AUX_LOSS = "aux_loss"
 """The name of the router loss in transformers."""
 
 Targets = tuple[Tensor, ...]
-"""The labels of a micro-batch with their weights, a flat tuple as DeepSpeed's pipeline requires: (weight, rows, share,
-sources, *labels). Only the last stage has them.
+"""The labels of a micro-batch with their weights, a flat tuple as DeepSpeed's pipeline requires: (weight, rows,
+router_weight, sources, *labels). Only the last stage has them.
 
 weight: scalar, the weight of each valid label or sample. rows: scalar, the number of samples that count; the others
-are padding. share: scalar, the weight of the router loss: the number of samples (in an evaluation: labels) relative
-to an average micro-batch. sources: [batch], the source of each sample; empty if losses are not reported by
+are padding. router_weight: scalar, the weight of the router loss: the number of samples (in an evaluation: labels)
+relative to an average micro-batch. sources: [batch], the source of each sample; empty if losses are not reported by
 source.
 """
 
@@ -53,13 +53,13 @@ LossFunction: TypeAlias = Callable[..., Tensor]
 
 
 def targets(
-    labels: Labels, weight: float | Tensor, rows: int, share: float | Tensor = 1.0, sources: Sequence[int] = ()
+    labels: Labels, weight: float | Tensor, rows: int, router_weight: float | Tensor = 1.0, sources: Sequence[int] = ()
 ) -> Targets:
     """Build Targets from numbers (or scalars on the device) and one or more tensors of labels [batch, ...]."""
     weight = torch.as_tensor(weight, dtype=torch.float32)
-    share = torch.as_tensor(share, dtype=torch.float32)
+    router_weight = torch.as_tensor(router_weight, dtype=torch.float32)
     several = (labels,) if isinstance(labels, Tensor) else labels
-    return weight, torch.tensor(rows), share, torch.tensor(sources, dtype=torch.long), *several
+    return weight, torch.tensor(rows), router_weight, torch.tensor(sources, dtype=torch.long), *several
 
 
 class SourceLosses:
@@ -209,7 +209,7 @@ class CausalLoss(Loss):
 
     def _sum(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
         """Return the summed loss of this rank's tokens, or of one tile of them."""
-        _weight, _rows, _share, sources, labels = targets
+        _weight, _rows, _router_weight, sources, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # shift the labels: slicing logits would copy
         if self.context.size > 1:
             wanted = self.context.own(wanted)
@@ -250,13 +250,13 @@ class RouterLoss(Loss):
         return self.causal.count(labels, rows)
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
-        """Return the causal loss plus this micro-batch's share of the router loss.
+        """Return the causal loss plus this micro-batch's part of the router loss.
 
         `outputs` are the outputs for `causal`, and the router loss, a scalar.
         """
         logits, router_loss = outputs
-        _weight, _rows, share, *_ = targets
-        return self.causal(logits, targets) + self.coefficient * router_loss.float() * share
+        _weight, _rows, router_weight, *_ = targets
+        return self.causal(logits, targets) + self.coefficient * router_loss.float() * router_weight
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
         return self.causal.of_tile(targets, logits, start, stop)
@@ -291,7 +291,7 @@ class MeanLoss(Loss):
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Return the mean over the samples that count, times their number and weight; `outputs` [batch, ...]."""
-        weight, rows, _share, _sources, *labels = targets
+        weight, rows, _router_weight, _sources, *labels = targets
         n = first_tensor(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
             n = int(rows)
@@ -330,7 +330,7 @@ class LogitsLoss(Loss):
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the weighted loss, a scalar; `outputs` are [batch, this rank's tokens, vocabulary]."""
-        weight, _rows, _share, _sources, labels = targets
+        weight, _rows, _router_weight, _sources, labels = targets
         outputs = self.context.join(outputs, labels.shape[1])
         if not self.per_label:
             return MeanLoss(self.loss_fn)(outputs, targets) / self.context.size

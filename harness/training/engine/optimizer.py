@@ -349,6 +349,7 @@ class SchedulePosition:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         scheduler = engine.lr_scheduler
+        # Copies, as schedules change their state and the groups in place, and `go_to` always starts from these values.
         self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
         groups = engine.optimizer.param_groups
         self._groups = [copy.deepcopy({key: group[key] for key in group if key != "params"}) for group in groups]

@@ -145,6 +145,7 @@ def prepare_run(spec: RunSpec) -> Run:
         console.say(waits_for_compiler(backend, spec.resolved.compile_options))
     report_stages(console, spec.layout, spec.resolved, spec.max_steps, stages)
     _report_given(spec, trainable)
+    # The id of a fresh run is random, so rank 0's is broadcast.
     run = Run(
         spec=spec,
         groups=groups,

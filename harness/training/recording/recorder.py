@@ -133,7 +133,8 @@ class Recorder:
         self._origin: JsonObject = {}
         self._first_step = 0.0  # seconds of the first step
         self._begun_at = state.global_step
-        self._losses = array("d")  # loss of each step since `_begun_at`; NaN for a skipped one
+        # The loss of each step since `_begun_at`; NaN for a skipped one. An array, as a run may have millions of steps.
+        self._losses = array("d")
         self._unlogged: list[StepRecord] = []
 
     def __enter__(self) -> Recorder:

@@ -69,5 +69,5 @@ def test_a_family_that_makes_no_router_loss_has_none() -> None:
 def test_in_an_evaluation_each_sample_weighs_the_same_in_the_router_loss() -> None:
     loss = RouterLoss(CausalLoss(vocab_size=4, group=None), coefficient=0.5)
     logits, labels = torch.zeros(2, 3, 4), torch.full((2, 3), -100)
-    assert loss((logits, torch.tensor(2.0)), targets(labels, weight=1.0, rows=1, share=0.5)) == 0.5
+    assert loss((logits, torch.tensor(2.0)), targets(labels, weight=1.0, rows=1, router_weight=0.5)) == 0.5
     assert loss.parts((logits, torch.tensor(2.0))) == {"aux_loss": torch.tensor(2.0)}

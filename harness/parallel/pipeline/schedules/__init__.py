@@ -1,1 +1,1 @@
-"""Pipeline schedules: the order of a stage's passes, its sends and receives, and a simulation of its waits."""
+"""Pipeline schedules: the order of a stage's passes, its sends and receives, a simulation of its idle time."""
