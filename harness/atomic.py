@@ -1,4 +1,4 @@
-"""Replace files atomically: a process that is killed half-way leaves the old file or the new one. Imports no torch."""
+"""Replace files atomically: a process killed half-way leaves either the old file or the new one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _RENAME_EXCHANGE = 2  # Linux
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, replacing an older file. OSError if that fails."""
+    """Write `text` to `path` atomically, replacing an existing file. Raises OSError if that fails."""
     with replaced_files(path.parent) as folder:
         (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write `text` where a user wants it: atomically to a file, also behind a link; a device or a pipe is written to.
+    """Write `text` to a path given by the user: atomically to a file or a link's target, directly to a device or pipe.
 
-    Raises OSError if that fails: for a pipe, too, that nobody reads.
+    Raises OSError if that fails, for example for a pipe without a reader.
     """
     if not path.exists() or path.is_file():
         replace_text(Path(os.path.realpath(path)), text)
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a pipe waits for its reader
+    # Non-blocking only while opening: otherwise `open` would wait until somebody reads the pipe.
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(descriptor, True)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
@@ -43,9 +44,9 @@ def write_output(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced_files(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder; at the end each file in it replaces the file of the same path in `directory`.
+    """Yield an empty folder; at the end, each file in it replaces the file at the same path in `directory`.
 
-    Raises OSError if that fails; `directory` is then unchanged, or has some of the new files, each of them whole.
+    Raises OSError if that fails. `directory` is then unchanged or contains some of the new files, each complete.
     """
     folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=directory))
     try:
@@ -58,7 +59,8 @@ def replaced_files(directory: Path) -> Iterator[Path]:
                 raise OSError(errno.EINVAL, "it is not a file: remove it", str(target))
             path.replace(target)
         sync_folder(directory)
-    except OSError as error:  # find the reason now: removing the folder frees the inodes that were lacking
+    except OSError as error:
+        # Find the reason now: removing the folder frees the inodes that were lacking.
         moved_to = error.filename2 or error.filename
         raise OSError(error.errno, reason(error, folder), moved_to) from error
     finally:
@@ -66,9 +68,9 @@ def replaced_files(directory: Path) -> Iterator[Path]:
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file as `os.open` does, and as an opener of `open`. OSError for a link.
+    """Open a file like `os.open`, but refuse a link with OSError; also usable as an opener for `open`.
 
-    Somebody else may have put it into a folder that several write to: its target would be overwritten.
+    In a folder that several users can write to, a link could make this process overwrite its target.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -87,9 +89,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def rename_folder(folder: Path, target: Path) -> Path:
-    """Rename a folder; return its new path. Where the file system cannot, copy and delete it.
+    """Rename a folder and return its new path. If the file system cannot rename it, copy it and delete the original.
 
-    overlayfs cannot rename a folder of a lower layer, as one that came with a container's image.
+    overlayfs cannot rename a folder of a lower layer, such as one from a container image.
     """
     try:
         return folder.rename(target)
@@ -106,7 +108,7 @@ def rename_folder(folder: Path, target: Path) -> Path:
 
 
 def free_name(path: Path) -> Path:
-    """Return the path with the first number that is free, such as `metrics.1.jsonl`."""
+    """Return the path with the first free number, such as `metrics.1.jsonl`."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -118,7 +120,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk: a rename is durable only after that."""
+    """Wait until the entries of a folder are on disk: a rename is durable only after that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,7 +129,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def room(folder: Path) -> str:
-    """Return a text on the free bytes of a folder's disk, or on its inodes if none are free; it need not exist yet."""
+    """Return a phrase about the free bytes on a folder's disk, or about inodes if none are free.
+
+    The folder need not exist yet.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if lacks_inodes(there):
         return f"no inodes are free in {there}, so no file can be created: remove files"

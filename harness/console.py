@@ -1,8 +1,8 @@
-"""What a rank prints for the user, and where all other output goes.
+"""Print status and errors for the user.
 
-Rank 0 prints status to stdout; any rank prints an error to stderr, as one line. Each line also goes to the logger of
-the module that prints it (`harness.training.trainer`), where a program can collect it. Under `harness.quiet` everything
-else that a process prints (DeepSpeed, torch, compilers, C++ code) goes to a log file of its rank.
+Rank 0 prints status lines to stdout; any rank prints errors to stderr, each as one line. Every line also goes to the
+logger of the printing module (`harness.training.trainer`), where a program can collect it. Under `harness.quiet`, all
+other output of a process (DeepSpeed, torch, compilers, C++ code) goes to a log file per rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Console:
         out: stream for status lines.
         error: stream for errors.
         speaks: whether this rank prints status lines.
-        log: file that the other output of this rank goes to, if any.
+        log: file for this rank's other output, if any.
     """
 
     out: TextIO
@@ -75,19 +75,19 @@ class Console:
 
 
 def warn(text: str) -> None:
-    """Warn as Python does, for code that has no console; the warning also goes to the logger of the calling module."""
+    """Issue a Python warning, for code without a console; it also goes to the logger of the calling module."""
     warnings.warn(text, stacklevel=2)
     _log_once(_logger(), Secrets.known().masked(text))
 
 
 @cache
 def _log_once(logger: logging.Logger, text: str) -> None:
-    """Log a warning; Python, too, tells one only once."""
+    """Log a warning once, as Python shows it only once."""
     logger.warning("%s", text)
 
 
 def _logger() -> logging.Logger:
-    """Return the logger of the module that prints, as `harness.training.trainer`."""
+    """Return the logger of the printing module, such as `harness.training.trainer`."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"] == __name__:
         frame = frame.f_back
@@ -96,7 +96,7 @@ def _logger() -> logging.Logger:
 
 
 def print_if_heard(text: str, stream: TextIO) -> None:
-    """Print a line, or drop it if that fails. After a broken pipe all later output of this stream is dropped."""
+    """Print a line, or drop it if that fails. After a broken pipe, all later output of the stream is dropped."""
     with suppress(OSError):
         try:
             print(text, file=stream, flush=True)
@@ -105,7 +105,7 @@ def print_if_heard(text: str, stream: TextIO) -> None:
 
 
 def drop_output_without_reader() -> None:
-    """Point stdout and stderr to /dev/null if their reader has gone, for this process and those it starts."""
+    """Redirect stdout and stderr to /dev/null if their reader is gone, for this process and its children."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -120,5 +120,5 @@ def _discard(descriptor: int) -> None:
 
 
 def plain_console(rank: int) -> Console:
-    """Return a console on this process's own stdout and stderr."""
+    """Return a console on this process's stdout and stderr."""
     return Console(out=sys.stdout, error=sys.stderr, speaks=rank == 0)

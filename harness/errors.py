@@ -1,4 +1,4 @@
-"""The error that a user can cause: one line of text. Every entry point prints it and ends with exit code 1."""
+"""Errors that a user can cause, one line each. Every entry point prints them and exits with code 1."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_SHOWN = 2000  # characters of a line; a path has up to 4,096
 
 
 class UserError(Exception):
-    """Something the user can fix. Each text is one line: what is wrong, where, what to do.
+    """An error that the user can fix. Each message is one line: what is wrong, where, what to do.
 
-    Names that come from files and arguments may hold anything, so control characters are escaped, line breaks too, and
-    the middle of a very long line is left out.
+    Names from files and arguments may contain anything, so control characters and line breaks are escaped, and the
+    middle of a very long line is left out.
     """
 
     def __init__(self, *lines: str) -> None:
@@ -22,11 +22,11 @@ class UserError(Exception):
 
 
 class NotMet(UserError):
-    """The ranks have come together and cannot go on: each of them raises this."""
+    """The ranks have met but cannot continue: every rank raises this."""
 
 
 class UserErrors(UserError):
-    """Several things the user can fix, each a line of the text."""
+    """Several errors that the user can fix, one line each."""
 
 
 def refuse_all(problems: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ def refuse_all(problems: Sequence[str]) -> None:
 
 
 def reason(error: OSError, folder: Path | None = None) -> str:
-    """Return why something could not be written, to a folder or where the error says."""
+    """Return why a write failed, to `folder` or to the path in the error."""
     where = folder or (Path(os.fsdecode(error.filename)).parent if error.filename else None)
     if error.errno == errno.ENOSPC and where is not None and lacks_inodes(where):
         return "no inodes are free, so no file can be created"
@@ -44,13 +44,14 @@ def reason(error: OSError, folder: Path | None = None) -> str:
 
 
 def lacks_inodes(folder: Path) -> bool:
-    """Return whether no file can be created where a folder is or would be, however many bytes are free."""
+    """Return whether no file can be created in a folder, which need not exist, for lack of inodes."""
     found = os.statvfs(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
-    return found.f_files > 0 and found.f_ffree == 0  # some file systems count none at all
+    # Some file systems do not count inodes, and report 0 of 0.
+    return found.f_files > 0 and found.f_ffree == 0
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one line that a person can read."""
+    """Return `text` as one readable line."""
     line = printable(text)
     if len(line) <= MOST_SHOWN:
         return line
@@ -58,5 +59,5 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with every character that is not printable in its escaped form."""
+    """Return `text` with unprintable characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,7 +1,7 @@
-"""What every process takes for granted: open standard streams, a working directory, a user's name and a home.
+"""Preconditions of every process: open standard streams, a working directory, a user name and a home directory.
 
-A process that is started with `>&-`, in a folder that is deleted, or in a container by a user id of its own lacks them,
-and libraries then fail in their own ways. The entry points call `establish` before they import anything else.
+A process started with `>&-`, in a deleted folder, or in a container under an unknown user id lacks one of them, and
+libraries then fail in obscure ways. Entry points call `establish` before they import anything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness.errors import UserError
 
 
 def establish() -> None:
-    """Open what is closed, and name what has no name. UserError if the working directory no longer exists."""
+    """Open closed standard streams, and set USER and HOME. Raises UserError if the working directory is gone."""
     _open_streams()
     try:
         os.getcwd()  # noqa: PTH109  # Path.cwd is the same
@@ -28,7 +28,7 @@ def establish() -> None:
 
 
 def _open_streams() -> None:
-    """Open closed standard streams to /dev/null: files that are opened later would take their numbers."""
+    """Open closed standard streams to /dev/null; otherwise files opened later would get their descriptors."""
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
@@ -40,7 +40,7 @@ def _open_streams() -> None:
 
 
 def _name_user() -> None:
-    """Set USER and HOME for a user id that the system does not know, as containers run with."""
+    """Set USER and HOME for a user id without an account, as in containers."""
     try:
         getpass.getuser()  # torch asks it for the folder of compiled code
     except (KeyError, OSError):
@@ -52,7 +52,7 @@ def _name_user() -> None:
 
 
 def _own_folder() -> Path:
-    """Return a folder of this user below the temporary one, the same for all processes if possible."""
+    """Return this user's folder in the temporary directory, the same for all processes if possible."""
     folder = Path(tempfile.gettempdir()) / f"home-{os.getuid()}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How counts and choices are worded in messages."""
+"""Word counts and choices for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, in the plural where it is not one: "1 stage", "2 stages", "1,000 rows"."""
+    """Return a number with its noun, in the plural unless the number is 1: "1 stage", "2 stages", "1,000 rows"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -1,9 +1,9 @@
-"""Collate samples into one micro-batch, the pair (inputs, labels), and check it.
+"""Collate samples into a micro-batch, the pair (inputs, labels), and check it.
 
-A sample of a language model is a dict with `input_ids` and perhaps `labels` (-100: not in the loss), `attention_mask`
-and `position_ids`; any other sample is a pair (inputs, labels). Collated inputs are int64 ids [batch, sequence], or
-the pair (ids, position ids) of that shape; position ids restart at 0 with each document of a packed sample. A column
-that is not passed to the model and would change its numbers is refused. So are ids outside the vocabulary and samples
+A language-model sample is a dict with `input_ids` and optionally `labels` (-100: not in the loss), `attention_mask` and
+`position_ids`; any other sample is a pair (inputs, labels). Collated inputs are int64 ids [batch, sequence], or a pair
+(ids, position ids), both of that shape; position ids restart at 0 at each document of a packed sample. Columns that
+would change the result but are not passed to the model are refused, and so are ids outside the vocabulary and samples
 longer than the model's positions: these would fail deep inside the model, on a GPU without a clear message.
 """
 
@@ -69,7 +69,10 @@ def collate(samples: Sequence[Any]) -> MicroBatch:
 
 
 def as_micro_batch(collated: object) -> MicroBatch:
-    """Turn the output of a collator, a dict with input_ids or a pair, into (inputs, labels). UserError for others."""
+    """Turn a collator's output, a dict with input_ids or a pair, into (inputs, labels).
+
+    Raises UserError for anything else.
+    """
     if isinstance(collated, Mapping):
         given = {name: value for name, value in collated.items() if value is not None}
         if "input_ids" not in given:
@@ -81,7 +84,7 @@ def as_micro_batch(collated: object) -> MicroBatch:
 
 
 def hidden_tokens(samples: Sequence[object]) -> int:
-    """Return the number of padding tokens of samples or collated batches, as the attention_mask marks them."""
+    """Return the number of padding tokens in samples or collated batches, by their attention_mask."""
     hidden = 0
     for sample in samples:
         if isinstance(sample, Mapping) and sample.get("attention_mask") is not None:
@@ -118,15 +121,16 @@ def _require_same_columns(samples: Sequence[object]) -> None:
 
 
 def _as_tensors(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return the columns of a user's collator as tensors; they may be lists or arrays."""
+    """Convert the columns that a user's collator returned, which may be lists or arrays, to tensors."""
     found = {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
     return found | {name: torch.as_tensor(given[name]) for name in ("attention_mask", *_NOT_CARRIED) if name in given}
 
 
 def _stack(name: str, samples: Sequence[Mapping[str, object]]) -> torch.Tensor:
-    """Return a column of the samples, int64 [batch, ...]. UserError if it does not hold integers of one shape."""
+    """Stack a column of the samples to int64 [batch, ...]. Raises UserError unless rows are integers of one shape."""
     rows = list(map(itemgetter(name), samples))
-    with suppress(TypeError, ValueError, RuntimeError):  # `_stack_each` names the row at fault
+    # All rows at once, which is faster. If it fails, `_stack_each` finds the row at fault.
+    with suppress(TypeError, ValueError, RuntimeError):
         if isinstance(rows[0], Tensor):
             stacked = torch.stack(rows)
         elif isinstance(rows[0], np.ndarray):
@@ -139,7 +143,7 @@ def _stack(name: str, samples: Sequence[Mapping[str, object]]) -> torch.Tensor:
 
 
 def _stack_each(name: str, rows: Sequence[object]) -> torch.Tensor:
-    """Stack rows that may each be of another kind."""
+    """Stack rows whose types may differ."""
     tensors = [_integers(name, row) for row in rows]
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:
@@ -225,7 +229,7 @@ class TokenCollator:
         return self.collator(samples)
 
     def check(self, micro_batch: MicroBatch, rows: Sequence[int], samples: Sequence[object]) -> None:
-        """Raise UserError if the model cannot take this micro-batch; `rows` are the data set's indices of `samples`."""
+        """Raise UserError if the model cannot take this micro-batch; `rows` are the data-set indices of `samples`."""
         inputs, labels = micro_batch
         ids = inputs[0] if isinstance(inputs, tuple | list) and len(inputs) == 2 else inputs
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
@@ -264,7 +268,7 @@ def _require_positions(
 
 
 def tokens_of(sample: object) -> int | None:
-    """Return the number of input_ids of a sample; None if it has none."""
+    """Return the number of input_ids in a sample; None without input_ids."""
     ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
     return len(ids) if isinstance(ids, Sized) else None
 
@@ -278,7 +282,7 @@ def unequal_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> UserError:
 
 
 def too_long(row: int, tokens: int, limit: int) -> UserError:
-    """Return the error of a sample with more tokens than the model has positions."""
+    """Return the error for a sample with more tokens than the model has positions."""
     return UserError(
         f"sample {row} has {counted(tokens, 'token')}, but the model has {counted(limit, 'position')}: shorten it"
     )

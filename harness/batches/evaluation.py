@@ -1,9 +1,9 @@
 """Give every rank the same number of evaluation micro-batches of equal shape, for any number of samples.
 
 With a pipeline, tensor parallelism or ZeRO-3, a rank with fewer micro-batches would leave the others waiting in a
-collective for ever. So the last micro-batches are filled up with repeated samples, which do not count. The mean is the
-sum over the first `rows` samples (or over labels that are not -100), divided by their number; both are summed over
-the data-parallel ranks.
+collective forever. So the last micro-batches are filled up with repeated samples that do not count. The mean is the sum
+over the first `rows` samples (or over labels other than -100) divided by their number, both summed over the
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _Data = TypeVar("_Data", bound=AnyDataset)
 
 
 def by_prefix(data: _Data | Mapping[str, _Data] | None, prefix: str = "eval") -> dict[str, _Data]:
-    """Return the data sets by the prefix of their metrics' names: `eval` for one data set, `eval_NAME` for several."""
+    """Return metric prefix -> data set: `eval` for a single data set, `eval_NAME` for several."""
     if data is None:
         return {}
     return {f"{prefix}_{name}": each for name, each in data.items()} if isinstance(data, Mapping) else {prefix: data}
 
 
 def evaluation_digest(data: EvaluationData) -> str:
-    """Return a short hash of the data sets, empty without any, to compare the data of ranks."""
+    """Return a short hash of the data sets, to compare the data of ranks; "" without data."""
     digests = {prefix: data_digest(each) for prefix, each in by_prefix(data).items()}
     return digests.get("eval") or " ".join(f"{prefix} {digest}" for prefix, digest in digests.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationBatch:
-    """One micro-batch to evaluate. Only the first `rows` samples count; the others fill up the shape.
+    """An evaluation micro-batch. Only the first `rows` samples count; the others fill up the shape.
 
     If labels are token labels (int64, shaped like the ids), the filling rows have only label -100, so a loss that
     averages over valid labels needs no `rows`. For any other labels the loss is computed on `outputs[:rows]` and
@@ -71,10 +71,10 @@ def evaluation_batches(
     alike: int = 1,
     data_collator: Collator = collate,
 ) -> Iterator[EvaluationBatch]:
-    """Yield this rank's micro-batches. Over all data-parallel ranks each sample counts once, in the data set's order.
+    """Yield this rank's micro-batches. Over all data-parallel ranks, each sample counts once, in data-set order.
 
-    Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to batch rank k % batch_ranks. No state is
-    kept, so an evaluation can be abandoned and repeated.
+    Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to batch rank k % batch_ranks. No state is kept,
+    so an evaluation can be abandoned and repeated.
 
     Args:
         rows: indices of the samples; by default all.
@@ -117,6 +117,6 @@ def _batches(
 
 
 def _are_token_labels(inputs: Value, labels: torch.Tensor) -> bool:
-    """Return whether each token has a label, as in a language model, so that -100 leaves the token out of the loss."""
+    """Return whether each token has a label, as in a language model, so that -100 excludes it from the loss."""
     ids = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
     return isinstance(ids, torch.Tensor) and ids.dtype == labels.dtype == torch.long and ids.shape == labels.shape

@@ -1,4 +1,4 @@
-"""Check the data sets and functions that a program gives to the Trainer, before anything is read."""
+"""Check the data sets and functions passed to the Trainer, before anything is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def require_types(
     args: object, functions: Mapping[str, object], datasets: Mapping[str, object], tokenizer: object
 ) -> None:
-    """Raise UserError for an argument of the Trainer that has a wrong type; all but `args` may be None."""
+    """Raise UserError for a Trainer argument of a wrong type; all but `args` may be None."""
     if not isinstance(args, TrainingArguments):
         raise UserError(f"args is a {_kind(args)}: give harness.TrainingArguments(...)")
     for name, function in functions.items():
@@ -101,7 +101,7 @@ def is_iterable(dataset: object) -> TypeIs[IterableDataset[object]]:
 def read_all(dataset: AnyDataset, name: str, most: int = 1 << 20) -> MapDataset:
     """Read an IterableDataset into a list; return any other data set unchanged.
 
-    Raises UserError for more than `most` samples: the data set may be endless.
+    Raises UserError for more than `most` samples, as the data set may be endless.
     """
     if not isinstance(dataset, IterableDataset):
         return dataset
@@ -133,7 +133,7 @@ def require_short(dataset: MapDataset, limit: int) -> None:
 
 
 def require_one_length(dataset: MapDataset) -> None:
-    """Raise UserError for samples with different numbers of tokens, if these are known without reading the samples."""
+    """Raise UserError for samples of different lengths, if lengths are known without reading the samples."""
     lengths = [tokens_of(sample) for sample in dataset] if isinstance(dataset, list | tuple) else _selected(dataset)
     for row, length in enumerate(lengths):
         if length is not None and lengths[0] is not None and length != lengths[0]:
@@ -144,7 +144,7 @@ def require_one_length(dataset: MapDataset) -> None:
 
 
 def _selected(dataset: MapDataset) -> list[int | None]:
-    """Return the number of input_ids of each row of a `datasets.Dataset`; [] for others and for transformed rows."""
+    """Return the length of each row of a `datasets.Dataset` in tokens; [] for others and for transformed rows."""
     if type(dataset).__module__ != "datasets.arrow_dataset":
         return []
     rows = cast("Dataset", dataset)

@@ -1,4 +1,4 @@
-"""Compute the order of samples from (seed, samples consumed) alone, the same for every layout.
+"""Compute the order of samples from (seed, consumed samples) alone, the same in every layout.
 
 Each epoch has its own permutation. A global batch may span the end of one epoch and the start of the next, so no
 sample is dropped. A permutation is never stored: each entry is computed on its own, in constant memory and time for
@@ -53,18 +53,18 @@ class OwnOrder(ABC):
         """Return the indices [count] of the samples that follow the first `consumed` of the run."""
 
     def position(self, consumed: int) -> JsonObject:  # noqa: ARG002
-        """Return what a checkpoint after `consumed` samples must hold; {} if their number says it all."""
+        """Return the position after `consumed` samples for a checkpoint; {} if their number is enough."""
         return {}
 
-    def seek(self, position: JsonObject, consumed: int) -> None:  # noqa: B027  # a stream alone has anything to do
+    def seek(self, position: JsonObject, consumed: int) -> None:  # noqa: B027  # only a stream has something to do
         """Continue after `consumed` samples, from a result of `position`."""
 
 
 class SeveralSources(ABC):
-    """A data set whose samples come from one or several sources.
+    """A data set with samples from one or several sources.
 
     Attributes:
-        names: the sources' names in messages and metrics; empty if they have none.
+        names: names of the sources in messages and metrics; empty if they are unnamed.
     """
 
     names: Sequence[str]
@@ -74,7 +74,7 @@ class SeveralSources(ABC):
         """Return, for each of these sample indices, the index of its source in `names`."""
 
     def by_source(self) -> Mapping[str, MapDataset]:
-        """Return the samples of each source by its short name; {} for one source, and for a stream."""
+        """Return short name of a source -> its samples; {} for a single source and for a stream."""
         return {}
 
     @property

@@ -43,9 +43,9 @@ class Padding:
     """The padded lengths of micro-batches.
 
     Attributes:
-        lengths: tokens a sample, one number for each micro-batch; None if the data set pads nothing.
-        tokens: tokens in all micro-batches, padding included; 0 if the data set pads nothing.
-        padding: padding tokens among them.
+        lengths: padded length of each micro-batch in tokens; None if the data set does not pad.
+        tokens: tokens in all micro-batches, including padding; 0 if the data set does not pad.
+        padding: number of padding tokens among them.
     """
 
     lengths: npt.NDArray[np.integer] | None = None
@@ -68,12 +68,12 @@ def padding_of(dataset: MapDataset, batches: npt.NDArray[np.integer], *, one_len
 
 
 def at_length(dataset: MapDataset, length: int | None) -> MapDataset:
-    """Return the data set with its samples padded to `length`, if it pads them."""
+    """Return the data set with samples padded to `length`; unchanged if it does not pad."""
     return dataset.padded_to(length) if length is not None and isinstance(dataset, PaddedSamples) else dataset
 
 
 def at_longest(dataset: MapDataset) -> MapDataset:
-    """Return the data set with its samples padded to the longest of all."""
+    """Return the data set with all samples padded to the longest one."""
     if not isinstance(dataset, PaddedSamples) or dataset.packing:
         return dataset
     return dataset.padded_to(int(_rounded(dataset.lengths().max(), dataset.block_size)))

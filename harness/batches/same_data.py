@@ -1,9 +1,8 @@
 """Compare the data of ranks that must read the same: first and last stage, tensor-parallel and context ranks.
 
-Data sets and collators may draw random numbers, so the global generators are seeded before they are called
-(`stream.py`). But a data set may have its own generator, or depend on the rank. Then the inputs of the first
-stage and the labels of the last belong to different samples. The loss would not show it, so the first micro-batches
-are compared.
+Data sets and collators may draw random numbers, so the global generators are seeded before each call (`stream.py`). But
+a data set may have its own generator, or depend on the rank. The inputs on the first stage and the labels on the last
+would then belong to different samples. The loss would not show it, so the first micro-batches are compared.
 """
 
 from __future__ import annotations

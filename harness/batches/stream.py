@@ -39,15 +39,15 @@ _ORDERED = 1024  # samples whose order is computed at once: the network takes as
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The samples that one data rank reads in a step.
+    """The samples that a data-parallel rank reads in a step.
 
     Attributes:
-        consumed: samples of the run before this step.
+        consumed: samples consumed before this step.
         rows: sample indices [micro-batches][samples].
-        lengths: padded length of each micro-batch in tokens; None if the data set pads nothing.
-        places: place of each micro-batch's first sample in the order of samples.
+        lengths: padded length of each micro-batch in tokens; None if the data set does not pad.
+        places: position of each micro-batch's first sample in the sample order.
         length: the common length of all micro-batches of the step, if the run needs one.
-        tokens: tokens of the step on all data ranks, without padding; None if the data set does not know its lengths.
+        tokens: tokens of the step on all data-parallel ranks, without padding; None if the lengths are not known.
     """
 
     consumed: int
@@ -59,28 +59,28 @@ class StepPlan:
 
 
 ReadStep: TypeAlias = Callable[[StepPlan], tuple[list[MicroBatch], int]]
-"""Reads a step: its micro-batches, and how many of their tokens an attention_mask hides."""
+"""Reads the micro-batches of a step; also returns the number of tokens hidden by an attention_mask."""
 
 
 class StepReader(Protocol):
-    """Reads steps before they are asked for."""
+    """Reads steps ahead."""
 
     def __call__(self, plan: StepPlan, /) -> tuple[list[MicroBatch], int]:
-        """Return what `ReadStep` does."""
+        """Return the step of `plan`, as `ReadStep` does."""
 
     def close(self) -> None:
         """Stop reading."""
 
 
 OpenReader: TypeAlias = Callable[[ReadStep, Callable[[StepPlan], Iterator[StepPlan]]], StepReader]
-"""Makes a reader from what reads a step, and from what yields a plan and all plans after it."""
+"""Makes a reader. Arguments: a function that reads a step, and one that yields a plan and all plans after it."""
 
 
 class BatchStream:
-    """An endless stream of micro-batches: after the last sample the next epoch begins, in a new order.
+    """An endless stream of micro-batches: after the last sample, the next epoch begins in a new order.
 
     `dataset` is map-style (`len`, `[i]`); only rows of this `batch_rank` are read. `consumed` is the number of samples
-    that the run has used so far. Raises UserError if the data set is smaller than one global batch.
+    consumed so far. Raises UserError if the data set is smaller than a global batch.
 
     Attributes:
         global_batch: number of samples that all data ranks together consume in a step.
@@ -88,7 +88,7 @@ class BatchStream:
         length: padded length of the last step's samples in tokens, the same on every rank; None if the step has no
             common length.
         sources: source of each sample of the last step [micro-batches of this rank][samples], if there are several.
-        skipped: ranges [first, stop) of the sample order that are left out, after steps with a non-finite loss.
+        skipped: ranges [first, stop) of the sample order to skip, after steps with a non-finite loss.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class BatchStream:
     def first_pass(self) -> list[list[int]]:
         """Return the sample indices of this rank's micro-batches in one pass through the data.
 
-        The last round is filled up with samples of the second pass, so that all ranks get the same number. UserError
-        for a streamed data set, which is read once.
+        The last round is filled up from the second pass, so that all ranks get the same number. Raises UserError for a
+        stream, which is read only once.
         """
         if isinstance(self.dataset, OwnOrder) and self.dataset.endless:
             raise UserError("a stream is read once, while training: iterate over the data set itself")
@@ -165,13 +165,13 @@ class BatchStream:
         return mine
 
     def tokens(self, units: int) -> int:
-        """Return the tokens of the last step on all data ranks, without padding.
+        """Return the number of tokens of the last step on all data-parallel ranks, without padding.
 
-        The number is exact if the data set knows its lengths. Otherwise it is an estimate: this rank's tokens, without
-        those that an attention_mask hides, times the number of data ranks.
+        Exact if the data set knows its lengths. Otherwise an estimate: this rank's tokens, except the ones hidden by an
+        attention_mask, times the number of data-parallel ranks.
 
         Args:
-            units: tokens of this rank with padding, or samples if the model has no tokens.
+            units: this rank's tokens with padding, or samples if the model has no tokens.
         """
         if self._tokens is not None:
             return self._tokens
@@ -179,7 +179,7 @@ class BatchStream:
         return (units if counts_samples else units - self._masked) * self.batch_ranks
 
     def padding_share(self) -> float:
-        """Return the share of padding among the tokens of the first 16 steps, 0 to 1."""
+        """Return the fraction of padding among the tokens of the first 16 steps."""
         rows = self._order(0, self.global_batch * _STEPS_MEASURED)
         steps = rows.reshape(_STEPS_MEASURED, -1, self.micro_batch)
         found = [padding_of(self.dataset, batches, one_length=self.one_length) for batches in steps]
@@ -197,7 +197,7 @@ class BatchStream:
             self._ahead.close()
 
     def _read(self, plan: StepPlan) -> tuple[list[MicroBatch], int]:
-        """Return the micro-batches of a step, and how many of their tokens an attention_mask hides."""
+        """Return the micro-batches of a step, and the number of their tokens hidden by an attention_mask."""
         micro_batches = []
         masked = 0
         with own_generators(self.seed):
@@ -211,13 +211,13 @@ class BatchStream:
         return micro_batches, masked
 
     def _following(self, plan: StepPlan) -> Iterator[StepPlan]:
-        """Yield a plan and those of all steps after it."""
+        """Yield a plan and the plans of all later steps."""
         while True:
             yield plan
             plan = self._planned(plan.consumed + self.global_batch)
 
     def _planned(self, consumed: int) -> StepPlan:
-        """Return the plan of the step after `consumed` samples; if it overlaps a skipped range, the step after that."""
+        """Return the plan of the step after `consumed` samples, or after the skipped range that it would overlap."""
         for first, stop in sorted(self.skipped):
             if first < consumed + self.global_batch and consumed < stop:
                 consumed = stop
@@ -262,7 +262,7 @@ def require_samples(
 
 
 def dataset_length(dataset: MapDataset | None) -> int:
-    """Return the number of samples. UserError for a data set without length or index, which cannot be shuffled."""
+    """Return the number of samples. Raises UserError without a length or an index, as it could not be shuffled."""
     # torch's IterableDataset has a __getitem__ that only raises, and may have a length: exclude it by its class.
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if dataset is not None and map_style and not isinstance(dataset, IterableDataset):
@@ -274,9 +274,9 @@ def dataset_length(dataset: MapDataset | None) -> int:
 
 
 def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
-    """Return a short hash of the length and of a few evenly spread samples, to compare the data of ranks.
+    """Return a short hash of the length and a few evenly spaced samples, to compare the data of ranks.
 
-    Only token columns are hashed: other columns may differ at each access.
+    Only token columns are hashed: other columns may change at each access.
     """
     n = dataset_length(dataset)
     key = dataset.key if isinstance(dataset, OwnOrder) else ""
@@ -294,9 +294,9 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
 
 
 def fingerprint(*parts: object) -> str:
-    """Return a hash of the values' texts; it is the same in every process and run.
+    """Return a hash of the values as text, the same in every process and run.
 
-    `datasets` hashes pickles instead, which differ between versions and change when a tokenizer is used.
+    `datasets` hashes pickles, which differ between versions and change when a tokenizer is used.
     """
     return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:32]
 
@@ -304,17 +304,17 @@ def fingerprint(*parts: object) -> str:
 def read_micro_batch(
     dataset: MapDataset, rows: Sequence[int], collator: Collator, seed: int = 0
 ) -> tuple[MicroBatch, int]:
-    """Read these rows and collate them; return (inputs, labels) and how many tokens an attention_mask hides.
+    """Read and collate these rows; return (inputs, labels) and the number of tokens hidden by an attention_mask.
 
-    `dataset.__getitems__` is used if there is one, as by torch's DataLoader. Data set and collator run under global
-    generators seeded with `seed`, so every rank that reads these rows gets the same random draws.
+    Uses `dataset.__getitems__` if it exists, like torch's DataLoader. Data set and collator run with global generators
+    seeded by `seed`, so every rank that reads these rows gets the same random numbers.
     """
     with own_generators(seed):
         return _collated(dataset, rows, collator)
 
 
 def _collated(dataset: MapDataset, rows: Sequence[int], collator: Collator) -> tuple[MicroBatch, int]:
-    """Read and collate as `read_micro_batch` does, with the generators as they are."""
+    """Read and collate like `read_micro_batch`, without seeding the generators."""
     read = getattr(dataset, "__getitems__", None)
     samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
     collated = collator(samples)

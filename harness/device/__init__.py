@@ -1,1 +1,1 @@
-"""The process group and the device of this rank: their start, memory, moments, and operators that are compiled."""
+"""The process group and the device of this rank: startup, memory, kernels and compiled operators."""

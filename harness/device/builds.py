@@ -1,4 +1,4 @@
-"""Compilations of operators for the device, which DeepSpeed starts when a run needs them. No torch here."""
+"""Stop the compilation of operators that DeepSpeed starts on demand. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.topology.processes import children_of, command_of
 def abandon_builds() -> None:
     """Stop a compilation of DeepSpeed's operators in this process, and release torch's lock on it.
 
-    Torch removes its lock file only when Python exits normally. Otherwise the next run would wait for it for ever.
+    Torch removes its lock file only when Python exits normally. Otherwise the next run would wait for it forever.
     """
     for child in children_of(os.getpid()):
         if any(Path(word).name == "ninja" for word in command_of(child)[:2]):

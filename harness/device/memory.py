@@ -1,4 +1,4 @@
-"""The memory of this process and its device, now and at the peak."""
+"""Current and peak memory of this process and its device."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 @dataclass
 class EarlierPeaks:
-    """The highest peaks of a run in bytes, up to the last `reset_peak`."""
+    """The highest peaks of a run before the last `reset_peak`, in bytes."""
 
     device: int = 0
     host: int = 0
 
 
 def reset_peak(device: torch.device, earlier: EarlierPeaks) -> None:
-    """Restart the peak that `peak_bytes` returns, and keep the one before in `earlier`."""
+    """Reset the peak that `peak_bytes` returns, after recording it in `earlier`."""
     earlier.host = max(earlier.host, peak_resident_bytes())
     if device.type != "cpu":
         earlier.device = max(earlier.device, peak_bytes(device))
         torch.accelerator.reset_peak_memory_stats(device)
-    with suppress(OSError):  # no Linux, or not allowed: the peak stays that of the run
+    # 5 resets the peak of the resident set. Elsewhere than on Linux, or if not permitted, the run's peak stays.
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -40,7 +41,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def host_bytes() -> int:
-    """Return the resident set of this process in bytes; its peak where the system shows only that."""
+    """Return the resident set of this process in bytes, or its peak if the system shows nothing else."""
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
@@ -48,12 +49,12 @@ def host_bytes() -> int:
 
 
 def device_limit_bytes(device: torch.device) -> int | None:
-    """Return the memory of an accelerator; None for a CPU, whose ranks share the host's."""
+    """Return the memory of an accelerator in bytes; None for a CPU, whose ranks share the host's memory."""
     return None if device.type == "cpu" else int(get_accelerator().total_memory(device.index))
 
 
 def host_limit_bytes() -> float:
-    """Return the bytes that all processes of this host may hold: memory and swap, or the limit of the container."""
+    """Return the memory limit of all processes on this host: memory plus swap, or the container's limit, in bytes."""
     limits = [float("inf")]
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -1,4 +1,4 @@
-"""Start the process group, once, before anything is built."""
+"""Initialise the process group, before anything is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store, require_one_kind
 from harness.topology.signed_objects import sign_objects
 
-# DeepSpeed calls such functions, under ZeRO-3 several times a step
+# DeepSpeed calls such functions, under ZeRO-3 several times per step.
 DEPRECATED = r"`torch\.distributed\.\w+` is deprecated"
 
 
@@ -64,17 +64,18 @@ def start(env: LaunchEnv) -> torch.device:
             timeout=timeout,
         )
     if device.type == "cuda" and env.world_size > 1:
-        # a barrier takes the device of an earlier collective. Without one torch guesses it from the global rank, which
-        # is wrong where hosts have different numbers of GPUs
+        # A barrier uses the device of an earlier collective. Without one, torch guesses it from the global rank, which
+        # is wrong if hosts have different numbers of GPUs.
         dist.all_reduce(torch.zeros(1, device=device))
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(timeout=timeout, auto_mpi_discovery=False, verbose=False)
+    # The first call creates the group, which needs all ranks at once: here they all are.
     host_group()
     return device
 
 
 def device_index(local_rank: int, visible: int) -> int:
-    """Return the index of a rank's device among `visible` ones: 0 if CUDA_VISIBLE_DEVICES leaves it a single one.
+    """Return the index of a rank's device among the visible ones: 0 if CUDA_VISIBLE_DEVICES leaves only one.
 
     Raises:
         UserError: more local ranks than visible devices.
@@ -87,12 +88,12 @@ def device_index(local_rank: int, visible: int) -> int:
 
 
 def shared_store() -> dist.Store:
-    """Return the key-value store through which the ranks have joined the process group."""
+    """Return the key-value store with which the process group was created."""
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
 
 
 def all_arrive(barrier: str, seconds: float) -> bool:
-    """Return whether all ranks call this with the same `barrier` within `seconds`: a barrier with a time limit.
+    """Return whether all ranks reach the same `barrier` within `seconds`: a barrier with a timeout.
 
     The first rank that sees all others, or gives up, decides for all.
     """
@@ -102,6 +103,7 @@ def all_arrive(barrier: str, seconds: float) -> bool:
         store.wait([f"{barrier} {rank}" for rank in ranks], timedelta(seconds=seconds))
     except dist.DistStoreError:
         verdict = "not all"
+    # Compare-and-set: a rank that arrives just as another gives up must come to the same result.
     return bool(store.compare_set(f"{barrier} verdict", "", verdict) == b"all")
 
 
@@ -111,19 +113,19 @@ def open_groups() -> frozenset[dist.ProcessGroup]:
 
 
 def give_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Set the run's timeout on groups that DeepSpeed has made: their default on a GPU is 10 minutes."""
+    """Set the run's timeout on groups created by DeepSpeed, whose default on a GPU is 10 minutes."""
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(run_timeout(), group)  # noqa: SLF001  # torch has no public name for it
 
 
 def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
-    """Destroy all process groups but `kept`: each gloo group has threads that poll."""
+    """Destroy all process groups except `kept`: each gloo group has polling threads."""
     for group in open_groups() - kept:
         deepspeed.comm.destroy_process_group(group)  # not torch's: DeepSpeed caches some groups for its next engine
 
 
 def mixed_devices(device: torch.device) -> str | None:
-    """Return a warning where ranks have devices of different kinds; all ranks call it."""
+    """Return a warning if ranks have different kinds of devices, else None; all ranks call it."""
     name = None if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
     ranks: dict[str | None, list[int]] = {}
     for rank, found in enumerate(all_gather_object(name)):
@@ -146,13 +148,13 @@ def require_precision(precision: str) -> None:
 
 
 def require_supported(resolved: Resolved) -> None:
-    """Raise UserError for a config that the devices of this machine cannot run. Needs no process group."""
+    """Raise UserError if this machine's devices cannot run a config. Needs no process group."""
     require_precision(resolved.precision)
     require_device(resolved.config, torch.device(get_accelerator().device_name()))
 
 
 def require_device(config: JsonObject, device: torch.device) -> None:
-    """Raise UserError for what this device cannot run: kernels for accelerators on a CPU, NVMe without libaio."""
+    """Raise UserError for features that this device cannot run: accelerator kernels on a CPU, NVMe without libaio."""
     if device.type == "cpu":
         refuse_all([f"DS109 {message}; {ON_A_CPU}" for message in accelerated(config).values()])
     zero = config.get("zero_optimization", {})

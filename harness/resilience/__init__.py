@@ -1,7 +1,7 @@
 """Start, watch and restart a run.
 
-`launch` says who starts whom. On each host torch's elastic agent (`elastic`) meets the others (`rendezvous`), starts
-the ranks there (`on_host`), and starts all of them again from the newest checkpoint as the leader decides (`leading`,
-by the rules of `judging` and what `reports` say). Inside the ranks, `process` handles signals and records a failure,
-and `watch` finds a rank that is dead, hangs or is slow.
+`launch` describes who starts whom. On each host torch's elastic agent (`elastic`) meets the others (`rendezvous`), starts the
+ranks there (`on_host`), and restarts all of them from the newest checkpoint when the leader decides so (`leading`, by
+the rules in `judging` and the `reports`). Inside the ranks, `process` handles signals and records failures, and `watch`
+finds ranks that are dead, hang or are slow.
 """

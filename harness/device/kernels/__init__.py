@@ -1,9 +1,9 @@
-"""Kernels of the loss for GPUs, in Triton: each does in one pass what torch does in several.
+"""Triton kernels for the loss on GPUs, each fusing several of torch's operations into one pass.
 
-torch reads and writes a whole tensor for each operation, and Python takes some microseconds to launch it. A softmax
-cross entropy is a dozen operations.
+For each operation torch reads and writes a whole tensor, and Python needs a few microseconds to launch it. A softmax
+cross entropy takes a dozen operations.
 
-`usable` says whether they run on a device and give torch's results there; callers ask it once, and use torch if not.
+`usable` returns whether the kernels run on a device and match torch's results; otherwise callers use torch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BLOCK = 1024
 @cache
 @torch.inference_mode(mode=False)  # which also records gradients, if an evaluation or a backward pass asks first
 def usable(device: torch.device) -> bool:
-    """Return whether the kernels run on `device`, which the first call tries: they must give torch's results there."""
+    """Return whether the kernels run on `device` and match torch's results there; the first call tries them."""
     return runs(device, _try)
 
 
 def runs(device: torch.device, trial: Callable[[torch.device], None]) -> bool:
-    """Return whether kernels in Triton can run on `device` and a trial of them raises no error; warn if it does."""
+    """Return whether Triton kernels can run on `device` and their `trial` succeeds; warn if it fails."""
     if (device.type != "cuda" and not _interpreted()) or find_spec("triton") is None:
         return False
     try:
@@ -46,7 +46,7 @@ def runs(device: torch.device, trial: Callable[[torch.device], None]) -> bool:
 
 
 def _try(device: torch.device) -> None:
-    """Raise an error if a kernel does not run on `device`, or gives other results than torch."""
+    """Raise an error if a kernel does not run on `device`, or its results differ from torch's."""
     require_close = partial(torch.testing.assert_close, rtol=4e-3, atol=1e-3)  # four units of float16's last place
     x = torch.randn((2, 2, 3, 8), generator=torch.Generator().manual_seed(0)).half().to(device)
     logits = x.clone().requires_grad_()
@@ -60,7 +60,7 @@ def _try(device: torch.device) -> None:
 
 
 def _interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU, which is only fit for tests."""
+    """Return whether Triton interprets kernels on the CPU, which is only suitable for tests."""
     return inherited("TRITON_INTERPRET").get("TRITON_INTERPRET") == "1"
 
 

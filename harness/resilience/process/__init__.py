@@ -1,1 +1,1 @@
-"""This process among others: process group, signals, the launcher above."""
+"""This rank's process: its activity, signals, failure records, and the launcher above it."""

@@ -1,6 +1,6 @@
-"""What this process does: its phase and progress, for the ranks that watch it, and its seconds, for `run.json`.
+"""The activity of this process: phase and progress for the watching ranks, and seconds by activity for `run.json`.
 
-No torch here: signal handling uses it, and the clock counts from the start of the process.
+Imports no torch: signal handling uses it, and the clock counts from the start of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BEATS_OF_STEP = 1 << 20  # each step's count begins at a multiple of this, whate
 
 
 class Phase(IntEnum):
-    """What a rank does, as far as it decides how long it may go without progress and whether others wait for it."""
+    """A rank's phase, which decides how long it may go without progress and whether others wait for it."""
 
     OUTSIDE = 0  # outside of the harness's code, or ended normally: nobody waits for it
     STEP = 1  # in a training step or forward pass: each instruction and each layer counts as progress
@@ -34,12 +34,12 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class Activity:
-    """The phase of this process, and a count of its progress; `records.THIS_RANK` says the rest."""
+    """The phase of this process and a count of its progress; `records.THIS_RANK` has the rest."""
 
     phase: Phase = Phase.OUTSIDE
     beats: int = 0
     steps: int = 0  # number of steps that this process has begun
-    # Where `show` writes; with a watch, memory that the other ranks of the host read.
+    # Where `show` writes: if the run is watched, memory shared with the other ranks of the host.
     row: bytearray | memoryview = field(default_factory=lambda: bytearray(SHOWN.size))
     stop_watching: Callable[[], None] = lambda: None  # ends the watch of this process, if there is one
     stage_costs: Sequence[float] = ()  # expected cost of a step on each stage, in any unit; empty if unknown
@@ -60,11 +60,12 @@ STARTING = "starting"
 
 
 class WallClock:
-    """Seconds by activity. Each second counts once: time of an inner activity is not added to the outer one."""
+    """Seconds by activity. Each second counts once: the time of an inner activity is not added to the outer one."""
 
     def __init__(self, since: float) -> None:
         self._begin(since)
-        os.register_at_fork(after_in_child=lambda: self._begin(time.monotonic()))  # a rank forked with imports done
+        # A standby process forks ranks after its imports, and its own time is not theirs.
+        os.register_at_fork(after_in_child=lambda: self._begin(time.monotonic()))
 
     def _begin(self, since: float) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -83,11 +84,11 @@ class WallClock:
             self._longest[doing] = max(self._longest.get(doing, 0.0), time.monotonic() - begun)
 
     def longest_s(self, doing: str) -> float:
-        """Return the seconds of the longest block of an activity so far, with what was done inside it."""
+        """Return the seconds of the longest block of an activity so far, inner activities included."""
         return round(self._longest.get(doing, 0.0), 3)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds so far, in the order in which the activities first ended, and `total`."""
+        """Return the seconds by activity so far, in the order in which activities first ended, and `total`."""
         self._turn_to(self._doing)
         found = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
         return {**found, "total": round(sum(self._seconds.values()), 3)}
@@ -100,7 +101,7 @@ class WallClock:
 
 
 def _start_of_process() -> float:
-    """Return the start of this process on the monotonic clock; the current time if the system does not tell."""
+    """Return the start of this process on the monotonic clock; the current time if it is unknown."""
     now = time.monotonic()
     try:
         after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -122,7 +123,7 @@ def beat(doing: str) -> None:
 
 
 def count_step() -> None:
-    """Count the start of a step. Call it when the step's data has been read."""
+    """Count the start of a step; called after the step's data has been read."""
     ACTIVITY.steps += 1
     ACTIVITY.beats = ACTIVITY.steps * BEATS_OF_STEP
     beat("training")
@@ -130,7 +131,7 @@ def count_step() -> None:
 
 @contextmanager
 def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
-    """Set activity and phase for a block. An error that leaves the outermost block is shown to the other ranks."""
+    """Set activity and phase for a block. The other ranks see an error that leaves the outermost block."""
     outer, before = ACTIVITY.phase, THIS_RANK.doing
     ACTIVITY.phase = phase
     beat(doing)
@@ -148,11 +149,12 @@ def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
 
 
 def leave(error: BaseException | None = None) -> None:
-    """Show that this process is about to exit: normally, or by an error that it reports itself."""
+    """Show that this process is about to exit, normally or because of an error that it reports itself."""
     if error is None:
         ACTIVITY.phase = Phase.OUTSIDE
     elif ACTIVITY.phase not in (Phase.FAILED, Phase.LOST):
         ACTIVITY.phase = Phase.LOST if is_lost_peer(error) else Phase.FAILED
     ACTIVITY.show()
+    # Leave the watch time to find the lost rank and to end this process: an exit now would look like the cause.
     if ACTIVITY.phase is Phase.LOST and ACTIVITY.is_watched:
         time.sleep(NAMING_S)

@@ -1,4 +1,4 @@
-"""The launcher of this rank: whether it is still running, and the command that the user typed."""
+"""Find this rank's launcher: whether it is still running, and the command that the user typed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Launcher:
             return False
 
     def runner_wakes(self) -> int:
-        """Return how often the `deepspeed` command has woken up; the number stays while it waits for its children."""
+        """Return how often the `deepspeed` command has woken up; constant while it waits for its children."""
         return wakes_of(self.runner) if self.runner else 0
 
     def is_interrupted(self, wakes: int) -> bool:

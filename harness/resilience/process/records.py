@@ -1,7 +1,7 @@
-"""Files by which a rank tells `ds-harness launch` its step, why it failed, or that it succeeded.
+"""Record a rank's step, failure or success in files for `ds-harness launch`.
 
-The environment variable DS_HARNESS_RECORDS names the folder of one start; without it nothing is written. No torch here:
-a rank that fails before it imports torch leaves a record too.
+The environment variable DS_HARNESS_RECORDS names the folder of one start; without it nothing is written. Imports no
+torch, so that a rank that fails before importing torch leaves a record too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pi
 
 @dataclass
 class Position:
-    """What a rank is doing. Mutable and cheap to set, because it changes with every pipeline instruction."""
+    """The current activity of a rank. Mutable and cheap to set, because it changes with every pipeline instruction."""
 
     rank: int = 0
     host: str = ""
@@ -41,12 +41,12 @@ class Position:
 
 
 THIS_RANK = Position(host=socket.gethostname())
-"""What this process is doing."""
+"""The current activity of this process."""
 
 
 @dataclass(kw_only=True)
 class Failure(Position):
-    """Why a rank ended, in its own words, and what it was doing."""
+    """Why a rank failed, and its activity at that time."""
 
     pid: int
     error: str  # name of the exception's type
@@ -57,12 +57,12 @@ class Failure(Position):
 
 
 def record_step() -> None:
-    """Record the current step: a rank that is killed cannot report it later."""
+    """Record the current step, as a killed rank cannot report it later."""
     _write(f"position-{THIS_RANK.rank}.json", asdict(THIS_RANK))
 
 
 def record_failure(error: BaseException) -> None:
-    """Record why this rank fails."""
+    """Record why this rank failed."""
     kinds = {"is_user_error": isinstance(error, UserError), "is_lost_peer": is_lost_peer(error)}
     record_failure_of(THIS_RANK, os.getpid(), type(error).__name__, str(error), **kinds)
 
@@ -70,9 +70,9 @@ def record_failure(error: BaseException) -> None:
 def record_failure_of(
     position: Position, pid: int, error: str, message: str, *, is_user_error: bool = False, is_lost_peer: bool = False
 ) -> None:
-    """Record why a rank fails: this one, or one that hangs or is stopped and cannot do it itself.
+    """Record why a rank failed. The watchdog calls this for ranks that hang or are stopped.
 
-    Does nothing if the rank has a record already: its first error is the cause.
+    Does nothing if the rank already has a record: its first error is the cause.
     """
     folder, name = records_folder(), f"rank-{position.rank}.json"
     if folder is not None and not (folder / name).exists():
@@ -82,13 +82,13 @@ def record_failure_of(
 
 
 def expect_success() -> None:
-    """Announce that this program records success, so that exit code 0 alone is none. Rank 0 does it at the start."""
+    """Announce that this program records success, so that exit code 0 alone does not count. Only rank 0 writes."""
     if THIS_RANK.rank == 0:
         _write(EXPECTED, {"time": time.time()})
 
 
 def record_success() -> None:
-    """Record that all work is done. Rank 0 does it at the very end."""
+    """Record that all work is done. Only rank 0 writes, at the very end."""
     if THIS_RANK.rank == 0:
         _write(SUCCESS, {"step": THIS_RANK.step, "time": time.time()})
 
@@ -99,22 +99,22 @@ def succeeded(folder: Path) -> bool | None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error only says that the connection to another rank broke."""
+    """Return whether an error only reports a broken connection to another rank."""
     return any(sign in f"{type(error).__name__}: {error}".lower() for sign in LOST_PEER)
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Return the failures that ranks have recorded, the first one first."""
+    """Return the recorded failures of all ranks, oldest first."""
     return sorted(_read(folder, "rank-*.json", Failure), key=lambda failure: failure.time)
 
 
 def read_positions(folder: Path) -> dict[int, Position]:
-    """Return what each rank was doing when its last step began."""
+    """Return each rank's position at the start of its last step."""
     return {position.rank: position for position in _read(folder, "position-*.json", Position)}
 
 
 def _write(name: str, record: dict[str, object]) -> None:
-    """Write a record atomically. A failed write (a full disk) is ignored: it must not end the run."""
+    """Write a record atomically. A failed write (a full disk) is ignored, as it must not end the run."""
     if (folder := records_folder()) is not None:
         unfinished = folder / f"{UNFINISHED}{THIS_RANK.rank}-{name}"
         with suppress(OSError):

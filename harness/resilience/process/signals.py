@@ -1,7 +1,7 @@
-"""Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP: a run that trains saves and exits; otherwise it exits at once.
+"""Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP: a training run saves and exits; any other process exits at once.
 
-Python calls a signal handler only between two instructions of the main thread, which may be blocked in a collective.
-So a thread reads the signals from a pipe. The thread also ends this rank if the launcher is gone: nobody else would.
+Python runs signal handlers only between instructions of the main thread, which may be blocked in a collective. So a
+thread reads the signals from a pipe. The thread also ends this rank if its launcher is gone, as nobody else would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.resilience.process import activity
 from harness.resilience.process.launcher import Launcher
 from harness.topology.processes import wait_readable
 
-# If ranks have received different signals, the run takes the last of them in this order.
+# In ascending precedence: if ranks received different signals, the highest one counts.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 POLL_S = 0.1  # interval of checks of the launcher; it prints a traceback 0.25 s after a SIGINT
 SAME_S = 0.2  # signals within this time of the first count as one
@@ -28,7 +28,7 @@ FORWARDED_S = 2.0  # after a signal to the process group, DeepSpeed's launcher m
 
 
 class Stopped(SystemExit):
-    """A signal ended the training, after a checkpoint. The exit `code` is 128 + the number of the signal."""
+    """A signal ended training, after a checkpoint. The exit `code` is 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
 
 
 class Interrupted(Exception):
-    """A signal asks for the end of the run. Raised to leave an evaluation; the training loop then saves."""
+    """A signal requested the end of the run. Raised to leave an evaluation; the training loop then saves."""
 
 
 class SignalListener:
@@ -114,7 +114,8 @@ class SignalListener:
             self.say(f"{signal.Signals(number).name} {self.where}: the run has ended")
         sys.stdout.flush()
         sys.stderr.flush()
-        for package in ("multiprocessing", "multiprocess"):  # else their workers wait for work for ever
+        # os._exit skips the exit handlers that end these workers, which would wait for work forever.
+        for package in ("multiprocessing", "multiprocess"):
             for child in getattr(sys.modules.get(package), "active_children", list)():
                 child.kill()
         abandon_builds()
@@ -124,7 +125,7 @@ class SignalListener:
 
 @contextmanager
 def listening(say: Callable[[str], None], parent: str = "") -> Iterator[SignalListener | None]:
-    """Receive signals in this block. Does nothing outside of the main thread, or inside another such block.
+    """Receive signals in this block. Does nothing outside the main thread, or inside another such block.
 
     `parent` is `LaunchEnv.parent`.
     """
@@ -152,12 +153,12 @@ def reported_by(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterator[SignalListener | None]:
-    """Defer signals in this block: the caller looks at the listener's `first` after each step, saves and stops.
+    """Defer signals in this block: the caller checks the listener's `first` after each step, saves and stops.
 
-    Yields the listener; None outside of the main thread, where there is none.
+    Yields the listener; None outside the main thread, which cannot have one.
 
     After a signal in the last step, all work is done, and the script still writes the model. Without an outer
-    `listening` block, that signal is raised again at the end of this one.
+    `listening` block, that signal is raised again at the end of this block.
     """
     is_outer = _active() is None
     with listening(say, parent) as listener:
@@ -181,26 +182,26 @@ def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterat
 
 
 def received() -> int:
-    """Return the number of the signal that asked for the end of the run; 0 if none did."""
+    """Return the number of the signal that requested the end of the run; 0 without a signal."""
     listener = _active()
     return 0 if listener is None else listener.first
 
 
 def precedence(number: int) -> int:
-    """Return the precedence of a signal, from 1; 0 for none. If ranks received different ones, the highest counts.
+    """Return the precedence of a signal, from 1; 0 for no signal. Among all ranks, the highest counts.
 
-    SIGTERM is the lowest, because a rank whose launcher is gone takes that for a SIGTERM, whatever ended the launcher.
+    SIGTERM is the lowest, because a rank treats the loss of its launcher as a SIGTERM, whatever ended the launcher.
     """
     return SIGNALS.index(signal.Signals(number)) + 1 if number else 0
 
 
 def of_precedence(place: int) -> int:
-    """Return the signal with this precedence; 0 for none."""
+    """Return the signal with this precedence; 0 for precedence 0."""
     return SIGNALS[place - 1] if place else 0
 
 
 def say_nothing() -> None:
-    """Exit on further signals without a message, because another reason is reported."""
+    """Exit without a message on further signals, because another reason is reported."""
     if listener := _active():
         listener.where = None
 
@@ -212,7 +213,7 @@ def resume_command() -> str | None:
 
 
 def _active() -> SignalListener | None:
-    """Return the open listener, found by its signal handler, a bound method; so it needs no global variable."""
+    """Return the open listener, or None. Its signal handler is a bound method, so no global variable is needed."""
     listener = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return listener if isinstance(listener, SignalListener) else None
 
@@ -221,13 +222,13 @@ _OF_THREAD = threading.local()  # `mask`: signals that the thread blocked before
 
 
 def _hold_back() -> None:
-    """Before a fork, block the signals: a child that gets one too early would write it to the pipe of its parent."""
+    """Before a fork, block the signals: a child that receives one too early would write it to its parent's pipe."""
     if listener := _active():
         _OF_THREAD.mask = signal.pthread_sigmask(signal.SIG_BLOCK, listener.handlers)
 
 
 def _let_through() -> None:
-    """Deliver the signals that came during the fork."""
+    """Deliver the signals that arrived during the fork."""
     if (mask := vars(_OF_THREAD).pop("mask", None)) is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -1,4 +1,4 @@
-"""What a run calls to have its ranks watched."""
+"""The interface through which a run has its ranks watched."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Ends a run of which a rank fails, hangs or is stopped; this class watches nothing, its subclass does."""
+    """Ends a run if a rank fails, hangs or is stopped. This base class does nothing."""
 
     def for_stopped_ranks(self, hang_seconds: float, console: Console) -> AbstractContextManager[None]:  # noqa: ARG002
-        """End the run if another process of this launch is stopped for longer than `hang_seconds` (0: never).
-
-        For the time before the ranks have met.
-        """
+        """Until the ranks have met, end the run if another process is stopped for over `hang_seconds` (0: never)."""
         return nullcontext()
 
     def telling_of_a_failure(self, env: LaunchEnv) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Tell the other ranks, when this process exits, if the block has failed before they met."""
+        """If the block fails before the ranks have met, tell the other ranks when this process exits."""
         return nullcontext()
 
     def ranks(self, args: TrainingArguments, groups: Groups, console: Console, *, on_accelerator: bool) -> None:
-        """Watch the ranks from now on, until `ACTIVITY.stop_watching`. A collective."""
+        """Watch the ranks from now on, until `ACTIVITY.stop_watching`; all ranks call it."""
