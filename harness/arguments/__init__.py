@@ -1,7 +1,7 @@
-"""The arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
+"""The arguments of a run, with names and defaults as in HuggingFace's TrainingArguments and run_clm.py.
 
-The dataclasses, one file a theme, are the only list of flags: command line, `--help` and docs/flags.md are made from
-them. Neither torch nor transformers is imported, so a wrong argument is refused at once.
+The dataclasses, one file per theme, are the only list of flags: the command line, `--help` and docs/flags.md are
+generated from them. Neither torch nor transformers is imported, so a wrong argument is refused at once.
 """
 
 from harness.arguments.themes.flags import Flags, flag

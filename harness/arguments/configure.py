@@ -1,4 +1,4 @@
-"""Load and resolve the config of a run against its arguments. Imports no torch, so it can come first of all."""
+"""Load the config of a run and resolve it against the arguments. Imports no torch, so it can run first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunConfig:
     Attributes:
         document: the JSON as written.
         values: the arguments that replace "auto".
-        resolved: the settings, but "auto" is left where it depends on data or model.
+        resolved: the settings, still with "auto" where it depends on data or model.
     """
 
     document: ConfigFile
@@ -41,13 +41,13 @@ class RunConfig:
         """Complete the settings that depend on data and model; return the config and the number of steps.
 
         Args:
-            args: those that the config was read with.
-            samples: length of the training data; None without any (the steps are then max_steps, or 1).
+            args: the arguments with which the config was read.
+            samples: length of the training data; None without data (max_steps then counts, or 1).
             hidden_size: the model's hidden size, for ZeRO's "auto" bucket sizes.
-            step, trained_samples: the steps that a resumed run has done, and the samples of these steps.
+            step, trained_samples: steps done by a resumed run, and the samples of these steps.
 
         Raises:
-            UserError: `args` have other values for the config than those that it was read with.
+            UserError: `args` differ from the arguments with which the config was read.
         """
         values = _auto_values(args, self.values.world_size)
         if _before_data(values) != _before_data(self.values):
@@ -65,8 +65,8 @@ def read_run_config(
 
     Args:
         world_size: number of ranks.
-        check: refuses what is wrong with the config; None: nothing is checked.
-        model: a preset's name or a directory, whose heads and layers the layout must fit; None: not checked.
+        check: refuses a wrong config; None to check nothing.
+        model: a preset's name or a directory, whose heads and layers the layout must fit; None if unknown.
 
     Raises:
         ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
@@ -82,7 +82,7 @@ def read_run_config(
 
 
 def fewest_ranks(args: TrainingArguments, check: ConfigCheck | None) -> int:
-    """Return the smallest number of ranks that the layout takes: with one copy of the model, if its sizes allow that.
+    """Return the smallest number of ranks for the layout: a single copy of the model, if its sizes allow that.
 
     Raises UserError if the config cannot be read; `check` reads it.
     """
@@ -97,17 +97,17 @@ def fewest_ranks(args: TrainingArguments, check: ConfigCheck | None) -> int:
 
 
 def _auto_values(args: TrainingArguments, world_size: int) -> AutoValues:
-    """Return the values that replace "auto", before the data."""
+    """Return the values that replace "auto" before the data is known."""
     return args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
 
 
 def _before_data(values: AutoValues) -> AutoValues:
-    """Return the values that decide before the data is known: all but the numbers of steps."""
+    """Return the values that do not depend on the data: all but the numbers of steps."""
     return replace(values, max_steps=1, warmup_steps=0, given=frozenset())
 
 
 def read_config(config: str | Mapping[str, object] | None, check: ConfigCheck | None) -> ConfigFile:
-    """Return the DeepSpeed JSON from a file, a preset's name or a dict; without one all settings are "auto"."""
+    """Return the DeepSpeed JSON from a file, a preset's name or a dict; for None, all settings are "auto"."""
     everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     return read(everything, check, path="") if config is None else read(config, check)
 
@@ -115,13 +115,14 @@ def read_config(config: str | Mapping[str, object] | None, check: ConfigCheck | 
 def max_steps(
     args: TrainingArguments, samples: int | None, global_batch: int, step: int = 0, trained_samples: int = 0
 ) -> int:
-    """Return the number of steps: --max_steps, or those of --num_train_epochs. UserError if that is below 1.
+    """Return the number of steps by --max_steps or --num_train_epochs. Raises UserError if it is below 1.
 
-    A resumed run may have another batch: the `step` steps that are done have used `trained_samples`.
+    A resumed run may have another batch size: its first `step` steps used `trained_samples`.
     """
     if args.max_steps > 0 or samples is None:
         return max(1, args.max_steps)
-    more = trained_samples - step * global_batch  # samples beyond those of as many steps with this batch
+    # The steps done may have used more or fewer samples than as many steps with today's batch.
+    more = trained_samples - step * global_batch
     steps = max(step, math.ceil((args.num_train_epochs * samples - more) / global_batch))
     if steps < 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The word `auto` for --bf16, which axolotl's configs have: bfloat16 where the GPU computes in it, else float32."""
+"""The value `auto` of --bf16, as in axolotl's configs: bfloat16 if the GPU supports it, else float32."""
 
 from __future__ import annotations
 

@@ -23,27 +23,27 @@ class TrainingArguments(
     CheckpointArguments,
     ReportingArguments,
 ):
-    """How to train. A setting that the DeepSpeed JSON leaves out, or sets to "auto", comes from here.
+    """The arguments of a training. They provide every setting that the DeepSpeed JSON omits or sets to "auto".
 
-    Also accepts HuggingFace's older names (`deepspeed`, `evaluation_strategy`), and HuggingFace arguments that ask for
-    the behaviour the harness always has (`ddp_timeout=1800`). Raises UserError for any other name, with what to write.
+    Also accepts HuggingFace's older names (`deepspeed`, `evaluation_strategy`), and HuggingFace arguments that request
+    behaviour the harness always has (`ddp_timeout=1800`). Raises UserError for any other name, with a remedy.
     """
 
     @property
     def may_read_checkpoint_back(self) -> bool:
-        """Whether the run resumes a named checkpoint that may be nowhere but in the second place for now."""
+        """Whether the run resumes a named checkpoint that may at first exist only in the second place."""
         return self.push_checkpoints_to is not None and self.resume_from_checkpoint not in (None, "auto")
 
     @property
     def rank_0_finds_checkpoint(self) -> bool:
-        """Whether rank 0 alone finds the checkpoint to resume, once all have met: it searches, or reads it back."""
+        """Whether only rank 0 finds the checkpoint to resume, once all ranks have met: by a search, or by a copy."""
         return self.resume_from_checkpoint == "auto" or self.may_read_checkpoint_back
 
     @classmethod
     def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
-        """Return keyword arguments under the names of the flags, without those that have no effect.
+        """Return keyword arguments under the names of the flags, without arguments that have no effect.
 
-        Raises UserError for unknown arguments (all of them at once), and for one that is given under two names.
+        Raises UserError for all unknown arguments together, and for an argument given under two names.
         """
         known = {item.name for item in fields(cls)}
         kept: dict[str, object] = {}
@@ -63,7 +63,7 @@ class TrainingArguments(
 
     @classmethod
     def advice(cls, name: str, value: object, known: Collection[str]) -> str | None:  # noqa: ARG003
-        """Return what to do instead of giving an argument that is not known; None if it has no effect."""
+        """Return the remedy for an unknown argument; None if it has no effect."""
         return None if value is None else "leave it out"
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:

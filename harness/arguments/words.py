@@ -1,4 +1,4 @@
-"""Read and change the words of a command line, as the user typed them. Words may also be those of another program."""
+"""Read and change the words of a command line as the user typed them, perhaps of another program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RESUME = "--resume_from_checkpoint"
 
 
 def value_of(words: Sequence[str], flag: str) -> str | None:
-    """Return the last value of a flag among words; None without one."""
+    """Return the last value of a flag in `words`; None if it is absent."""
     found = None
     for word, following in zip(words, [*words[1:], None], strict=True):
         name, equals, value = word.partition("=")
@@ -30,5 +30,5 @@ def without(words: Sequence[str], flags: set[str]) -> list[str]:
 
 
 def with_resume(words: Sequence[str]) -> list[str]:
-    """Return a command with `--resume_from_checkpoint auto` instead of whatever it says about it."""
+    """Return a command with `--resume_from_checkpoint auto`, replacing any other value."""
     return [*without(words, {RESUME}), RESUME, "auto"]

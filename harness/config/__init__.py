@@ -1,7 +1,7 @@
-"""Read a DeepSpeed JSON, and resolve what a run makes of it.
+"""Read a DeepSpeed JSON and resolve it for a run.
 
-`resolve` fills in every "auto". `text/` reads a file with line and column, for the config check; without the check
-Python's own reader does. Nothing here imports torch or deepspeed, so a config is read in milliseconds, before any
+`resolve` replaces every "auto". `text/` reads a file with lines and columns for the config check; without the check,
+Python's own reader is used. Imports neither torch nor deepspeed, so a config is read in milliseconds, before any
 process starts.
 """
 

@@ -1,9 +1,9 @@
 """Check that all ranks hold the same config, layout and code; and small collectives of Python values.
 
 Hosts may differ: an edited config, a stale checkout. Ranks that differ train something that nobody asked for, or hang
-in a collective that the others never enter. So before anything is built, each rank hashes its resolved config, layout
-and code, all ranks compare the digests, and each raises the same error, which names the ranks that differ and in what.
-Call it on the whole world, before process groups are made from the layout.
+in a collective that the others never enter. So before anything is built, all ranks compare digests of resolved config,
+layout and code, and raise the same error, which names the differing ranks and what differs. All ranks of the world call
+it, before process groups are created from the layout.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ def check_agreement(
     Does nothing without a process group.
 
     Args:
-        config: JSON, without values that may differ between ranks, such as paths of logs.
-        code: the digest to compare; by default this package's.
+        config: JSON without values that may differ between ranks, such as log paths.
+        code: the code digest to compare; by default this package's.
         others: further values to compare, by their names in the error.
     """
     if not dist.is_initialized():
@@ -53,10 +53,10 @@ def check_agreement(
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks for values in host memory; None if the default group takes host tensors itself.
+    """Return a gloo group of all ranks for host tensors; None if the default group takes host tensors itself.
 
-    With NCCL such values would have to be copied to the GPU, behind all computation that is still queued there. The
-    first call creates the group, so all ranks must make it together.
+    With NCCL, such values would have to be copied to the GPU, behind all computation queued there. The first call
+    creates the group, so all ranks must make it together.
     """
     assert dist.group.WORLD is not None
     return _beside(dist.group.WORLD)
@@ -71,7 +71,7 @@ def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def all_reduce_max(values: Sequence[int]) -> list[int]:
-    """Return the maximum of each value over all ranks; all ranks call it, with equally many values."""
+    """All-reduce each value to its maximum; all ranks call it with the same number of values."""
     if dist.get_world_size() == 1:
         return list(values)
     found = torch.tensor(values)
@@ -85,14 +85,14 @@ def any_rank(requested: bool) -> bool:
 
 
 def require_alike(subjects: Mapping[str, object]) -> None:
-    """Raise UserError on every rank unless all ranks hold the same `subjects`: JSON values by their names in the error.
+    """Raise UserError on every rank unless all ranks hold the same `subjects`: name in the error -> JSON value.
 
-    All ranks call it, with the same names.
+    All ranks call it with the same names.
     """
     digests = b"".join(map(json_digest, subjects.values()))
     words = struct.unpack(f">{len(digests) // 4}I", digests)
-    # One all-reduce gives maximum and minimum of each word. If they are equal all ranks agree, and a thousand ranks
-    # need not gather a thousand digests each.
+    # One all-reduce yields the maximum and the minimum of each word. If they are equal, all ranks agree, and a thousand
+    # ranks need not gather a thousand digests each.
     most = all_reduce_max([*words, *(-word for word in words)])
     if most[: len(words)] == [-word for word in most[len(words) :]]:
         return
@@ -108,16 +108,16 @@ def require_alike(subjects: Mapping[str, object]) -> None:
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of each rank in rank order; all ranks of the group (by default the world) call it."""
+    """All-gather Python values in rank order; all ranks of the group (by default the world) call it."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group or host_group())
     return values
 
 
 def gather_object(value: T) -> list[T]:
-    """Return the value of each rank in rank order on rank 0, [] elsewhere; all ranks of the world call it.
+    """Gather Python values in rank order on rank 0, [] elsewhere; all ranks of the world call it.
 
-    For large values: with `all_gather_object` every rank would hold all of them.
+    For large values, of which `all_gather_object` would leave a copy on every rank.
     """
     is_first = dist.get_rank() == 0
     values = [value] * dist.get_world_size() if is_first else []
@@ -160,7 +160,7 @@ def all_gather_on_host(host: str, value: T) -> HostValues[T]:
 
 
 def group_by_host(of_all: Sequence[tuple[str, T]]) -> list[HostValues[T]]:
-    """Return the `HostValues` of each rank, from the (host, value) of each."""
+    """Return each rank's `HostValues`, given (host, value) of all ranks."""
     rows: dict[str, dict[int, T]] = {}
     for rank, (name, each) in enumerate(of_all):
         rows.setdefault(name, {})[rank] = each
@@ -169,10 +169,10 @@ def group_by_host(of_all: Sequence[tuple[str, T]]) -> list[HostValues[T]]:
 
 
 def all_or_none(action: Callable[[], T]) -> T:
-    """Run `action` on every rank, and return its result when it has succeeded on all; all ranks call this.
+    """Run `action` on every rank and return its result once it has succeeded on all; all ranks call this.
 
-    If it raises UserError or OSError on any rank, every rank raises UserError with the text of the first such rank.
-    `action` must not run collectives itself: a rank that fails before one would leave the others waiting in it.
+    If it raises UserError or OSError on any rank, every rank raises UserError with the message of the lowest such rank.
+    `action` must not run collectives: a rank that fails before one would leave the others waiting in it.
     """
     problem: str | None = None
     try:
@@ -180,7 +180,7 @@ def all_or_none(action: Callable[[], T]) -> T:
     except (UserError, OSError) as error:
         problem = str(error)
         if isinstance(error, OSError):
-            path = error.filename2 or error.filename  # of a file that is moved, the place that it is moved to
+            path = error.filename2 or error.filename  # for a rename, the target
             problem = f"{path}: {reason(error)}" if path else reason(error)
     is_somewhere = any_rank(bool(problem))
     if problem or is_somewhere:
@@ -189,7 +189,7 @@ def all_or_none(action: Callable[[], T]) -> T:
 
 
 def disagreement(subject: str, values: Sequence[object]) -> str | None:
-    """Return a text that names the ranks (indices of `values`) that differ from the rest; None if all are equal.
+    """Return a message naming the ranks (indices of `values`) that differ from the rest; None if all are equal.
 
     The most frequent value counts as right; in a tie, the value of the lowest rank.
     """
@@ -204,7 +204,7 @@ def disagreement(subject: str, values: Sequence[object]) -> str | None:
 
 
 def json_digest(value: object) -> bytes:
-    """Return the SHA-256 of a value's canonical JSON (keys sorted, no blanks). TypeError unless it is JSON."""
+    """Return the SHA-256 of a value's canonical JSON (sorted keys, no blanks). Raises TypeError unless it is JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).digest()
 

@@ -1,7 +1,7 @@
-"""Read this process's place in the launch from the launchers' environment variables; no other module does.
+"""Read the environment: this process's rank and rendezvous from the launcher's variables. No other module reads it.
 
-Their names are in `launchers`. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT override a launcher's own
-variables. A process without any of them runs alone: it is rank 0 of 1.
+The variables' names are in `launchers`. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT override a launcher's
+own variables. A process without any of them runs alone, as rank 0 of 1.
 """
 
 import os
@@ -41,7 +41,7 @@ PORTS = range(15000, 31000)  # for runs without a given port; below the ports th
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnv:
-    """A process's place in the launch; the defaults describe a process that runs alone."""
+    """The rank of a process and its rendezvous; the defaults describe a process that runs alone."""
 
     rank: int = 0
     world_size: int = 1
@@ -55,7 +55,7 @@ class LaunchEnv:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnv":
-        """Read the launcher's variables. UserError, with its name, if one is missing, no number or too large."""
+        """Read the launcher's variables. Raises UserError for a variable that is missing, not a number or too large."""
         host = HostAssignment.from_environ(environ)
         names = launcher_of_ranks(environ)
         if host is not None and (names is None or (names is PLAIN and "LOCAL_RANK" not in environ)):
@@ -107,7 +107,7 @@ class LaunchEnv:
 
     @classmethod
     def _only_rank_of(cls, host: HostAssignment) -> "LaunchEnv":
-        """Return the place of a process that is the only rank of its host. UserError if the host has several ranks."""
+        """Return the environment of a host's only rank. Raises UserError if the host has several ranks."""
         address, _, port = host.endpoint.rpartition(":")
         if host.rank is None or not host.nodes.isdigit() or (host.ranks or 1) > 1:
             raise UserError(
@@ -125,7 +125,7 @@ class LaunchEnv:
 
     @property
     def ends_together(self) -> bool:
-        """Whether the launcher ends all ranks as soon as one has failed; srun and Kubernetes leave the others waiting.
+        """Whether the launcher ends all ranks once one fails; srun and Kubernetes leave the others waiting.
 
         True for a process that runs alone.
         """
@@ -135,7 +135,7 @@ class LaunchEnv:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all ranks belong to this host, because the others could not reach the master's address."""
+        """Whether all ranks are on this host: ranks elsewhere could not reach the master's address."""
         return self.world_size == 1 or self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
 
     def export(self, environ: MutableMapping[str, str]) -> None:
@@ -171,18 +171,18 @@ def run_timeout() -> timedelta:
 
 
 def run_secret() -> str:
-    """Return the secret of this run; empty if its launcher has given it none."""
+    """Return the secret of this run; "" without one."""
     return os.environ.get(SECRET, "")
 
 
 def records_folder() -> Path | None:
-    """Return the folder for this rank's records; None if no supervisor has started it."""
+    """Return the folder for this rank's records; None without a supervisor."""
     folder = os.environ.get(RECORDS)
     return Path(folder) if folder else None
 
 
 def inherited(*prefixes: str) -> dict[str, str]:
-    """Return this process's environment for another process; with `prefixes`, only variables that begin so."""
+    """Return this process's environment for a child process; with `prefixes`, only variables that begin with one."""
     return {name: value for name, value in os.environ.items() if not prefixes or name.startswith(prefixes)}
 
 
@@ -194,7 +194,7 @@ def replace_environment(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables in this process's environment inside the context, for processes that are started in it."""
+    """In this context, set environment variables for processes started in it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -224,7 +224,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tuple[str | None, int | None]:
-    """Return address and port of rank 0, as given or as every rank can derive them; None for what is unknown."""
+    """Return address and port of rank 0, as given or as derived equally on every rank; None for an unknown one."""
     address, port = environ.get("MASTER_ADDR"), _number(environ, "MASTER_PORT")
     if names is PLAIN:
         if one_host and port == DEEPSPEED_PORT and (launch := ancestor(DEEPSPEED_LAUNCH)):
@@ -244,16 +244,17 @@ def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tupl
 
 
 def _port_of(launch: str) -> int:
-    """Return a port for a launch as a hash of its identifier, so that all its ranks get the same one."""
+    """Return a port that all ranks of a launch derive from its identifier."""
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now, and that the system gives to no client; it is not reserved.
+    """Return a TCP port that is free now, outside the range that the system assigns to clients. It is not reserved.
 
-    Raises UserError if a hundred are taken.
+    Raises UserError if a hundred random ports are taken.
     """
-    for port in random.SystemRandom().sample(PORTS, 100):  # not the generator that the user's program may have seeded
+    # Not the global generator: programs that seed it alike would all choose the same ports.
+    for port in random.SystemRandom().sample(PORTS, 100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
@@ -261,7 +262,7 @@ def free_port() -> int:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the value of the first of `names` that is set; None if none is. UserError unless it is a whole number."""
+    """Return the value of the first of `names` that is set, or None. Raises UserError unless it is an integer."""
     for name in names:
         if name in environ:
             try:
@@ -277,5 +278,5 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def use_one_core_for_tokenizers() -> None:
-    """Keep the tokenizers library from starting threads in this process: there is a process for each core already."""
+    """Keep the tokenizers library from starting threads: each core already has a process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,7 +1,7 @@
-"""The device and the process groups of one rank, built once from a `Layout` and passed on as an argument.
+"""The device and the process groups of one rank, built once from a `Layout` and passed as an argument.
 
-A group of one rank is None: nothing is created for it, and code that gets None does not communicate. So a layout of one
-rank needs no torch.distributed. Otherwise torch.distributed must be initialised, with as many ranks as the layout.
+A group of one rank is None: no group is created, and code that gets None does not communicate. So a layout of one rank
+needs no torch.distributed. Otherwise torch.distributed must be initialised with as many ranks as the layout.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """One rank's device, coordinate and process groups; a group in which it would be alone is None."""
+    """One rank's device, coordinate and process groups; a group is None if its size is 1."""
 
     layout: Layout
     rank: int
     coordinate: Coordinate
     world_group: ProcessGroup | None
     pp_group: ProcessGroup | None  # the stages of one replica, in order
-    dp_group: ProcessGroup | None  # the ranks with the same shard of the same layers
-    cp_group: ProcessGroup | None  # the data ranks that read the same samples, in order of their shards
+    dp_group: ProcessGroup | None  # the ranks with the same shards of the same layers
+    cp_group: ProcessGroup | None  # the data-parallel ranks that read the same samples, in order of their token shards
     tp_group: ProcessGroup | None  # the ranks with the other shards of the same layers
     ep_group: ProcessGroup | None = None  # neighbours on the data axis over which whole experts are distributed
     ep_copies: ProcessGroup | None = None  # with `ep_group`: the ranks with the same experts
-    loss_stage: int  # the stage that has the last layers; with a schedule shaped like a V this is stage 0
+    loss_stage: int  # the stage with the last layers; stage 0 in a V-shaped schedule
     device: torch.device = CPU
 
     def along(self, axis: Axis) -> ProcessGroup | None:
@@ -58,7 +58,7 @@ class Groups:
 
 
 def build_groups(layout: Layout, loss_stage: int | None = None, device: torch.device = CPU) -> Groups:
-    """Create the process groups of `layout`; every rank of the world calls this, at the same point.
+    """Create the process groups of `layout`; all ranks of the world call it.
 
     Args:
         loss_stage: the stage that computes the loss, by default the last.
@@ -100,10 +100,10 @@ def build_groups(layout: Layout, loss_stage: int | None = None, device: torch.de
 
 
 def second_data_groups(groups: Groups) -> dict[tuple[int, ...], ProcessGroup]:
-    """Create another process group for each group of data-parallel ranks; return this rank's ones by their ranks.
+    """Create a second process group for each group of data-parallel ranks; return this rank's groups by their ranks.
 
-    All ranks call it. Collectives of one group run in order. What travels in another group, as weights do, does not
-    hold up the next sum over the data-parallel ranks.
+    All ranks call it. Collectives of one group run in order. Weights that are sent in a second group do not delay the
+    next reduction over the data-parallel ranks.
     """
     layout, found = groups.layout, {}
     for ranks in [*layout.groups("data"), *(layout.expert_copies() if groups.ep_group is not None else [])]:

@@ -33,6 +33,6 @@ class Hosts:
 
     @property
     def numbers(self) -> list[int]:
-        """The number of each rank's host."""
+        """The index of each rank's host."""
         order = {each: number for number, each in enumerate(dict.fromkeys(self.ids))}
         return [order[each] for each in self.ids]

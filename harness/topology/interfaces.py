@@ -1,4 +1,4 @@
-"""The addresses of this host: the interface that leads to rank 0's host, which gloo does not find by itself."""
+"""Find this host's network interface towards rank 0's host, which gloo does not find by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """Return the interface by which packets to a host would leave; None if unknown."""
+    """Return the interface that packets to a host would use; None if unknown."""
     try:
         ours = address_towards(host, port)
     except (OSError, UnicodeError):
@@ -29,7 +29,7 @@ def interface_to(host: str, port: int) -> str | None:
 
 
 def is_host(name: str) -> bool:
-    """Return whether a text may be a host's name, or an address (one of IPv6 also in brackets)."""
+    """Return whether a text may be a host name or an address (IPv6 also in brackets)."""
     if name.startswith("[") or ":" in name:
         bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
         try:
@@ -43,7 +43,7 @@ def is_host(name: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this host from which packets to another would leave; OSError without one. None are sent."""
+    """Return this host's source address for packets to another host; sends none. Raises OSError without a route."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # on a UDP socket this only chooses the route
@@ -51,7 +51,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return the host's name, or its address by Slurm if name resolution fails. UserError if neither is known."""
+    """Return the host name, or its address from Slurm if name resolution fails. Raises UserError if both fail."""
     try:
         socket.getaddrinfo(host, None)
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
@@ -63,7 +63,7 @@ def reachable(host: str) -> str:
 
 
 def listen_at(host: str, port: int, backlog: int) -> socket.socket | None:
-    """Listen at an address; return None if this host does not have it. Raises other OSErrors (port taken)."""
+    """Listen at an address; return None if it is not an address of this host. Raises OSError if the port is taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=backlog)
@@ -74,7 +74,7 @@ def listen_at(host: str, port: int, backlog: int) -> socket.socket | None:
 
 
 def require_interfaces(environ: Mapping[str, str]) -> None:
-    """Raise UserError if a variable that is set names an interface that this host does not have."""
+    """Raise UserError if an environment variable names an interface that this host does not have."""
     present = [name for _, name in socket.if_nameindex()]
     for variable in VARIABLES:
         for wanted in filter(None, environ.get(variable, "").split(",")):

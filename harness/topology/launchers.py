@@ -1,8 +1,8 @@
-"""The environment variables of launchers: one table for launchers of ranks, one for launchers of hosts.
+"""The environment variables of launchers: a table for launchers of ranks, and one for launchers of hosts.
 
-A launcher of ranks (torchrun, deepspeed, mpiexec, srun) starts every rank and tells it its number. A launcher of hosts
-(Kubernetes, Slurm with one task a host, a cloud's launcher) starts one process on each host and tells it the host's
-number; that process is `ds-harness launch`, or a rank itself if each host has one. `launchers.json` has the tables.
+A launcher of ranks (torchrun, deepspeed, mpiexec, srun) starts every rank and sets its number. A launcher of hosts
+(Kubernetes, Slurm with one task per host, a cloud's launcher) starts one process per host and sets the host's number;
+that process is `ds-harness launch`, or the rank itself if each host has only one. The tables are in `launchers.json`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PORT = 29500  # where hosts meet if their launcher gives no port
 
 @dataclass(frozen=True)
 class Names:
-    """The variables of a launcher of ranks; of several names the first one that is set is used."""
+    """The variables of a launcher of ranks; of several names, the first one set is used."""
 
     rank: str
     world_size: Sequence[str]
     local_rank: Sequence[str]
     local_world_size: Sequence[str] = ()
-    launch: Sequence[str] = ()  # together they identify a launch
+    launch: Sequence[str] = ()  # variables that together identify a launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ PLAIN, OPEN_MPI, MVAPICH, PMI, SLURM = (
     Names(**_TABLE["ranks"][name]) for name in ("plain", "open_mpi", "mvapich", "pmi", "slurm")
 )
 HOST_LAUNCHERS = {key: HostNames(**row) for key, row in _TABLE["hosts"].items()}
-"""Launchers of hosts, in the order in which they are looked for. `pytorch_job` is Volcano's pytorch plugin, too."""
+"""Launchers of hosts, in the order in which they are tried. `pytorch_job` also covers Volcano's pytorch plugin."""
 
 
 def launcher_of_ranks(environ: Mapping[str, str]) -> Names | None:
-    """Return the variables of the launcher that started this process; None if no launcher of ranks did.
+    """Return the variables of this process's launcher of ranks; None without one.
 
-    Raises UserError for PMIx alone, which does not give the number of ranks.
+    Raises UserError for PMIx alone, which does not set the number of ranks.
     """
     if "RANK" in environ:
         return PLAIN
@@ -83,10 +83,10 @@ def launcher_of_ranks(environ: Mapping[str, str]) -> Names | None:
 
 @dataclass(frozen=True, kw_only=True)
 class HostAssignment:
-    """The number and the size that a launcher of hosts has given to this host.
+    """This host's number and the number of hosts, as set by a launcher of hosts.
 
     Attributes:
-        rank: number of this host; None if the hosts agree on an order themselves.
+        rank: number of this host; None if the hosts agree on their order themselves.
         nodes: number of hosts, or a range such as `2:4`.
         ranks: number of ranks on this host; None if not given.
         endpoint: HOST:PORT where the hosts meet.

@@ -1,13 +1,13 @@
 """Convert between global ranks and coordinates on the axes of parallelism.
 
-A `Layout` is the sizes of three axes (pipeline, data, tensor) and of two subdivisions: `cp_size` neighbouring data
-ranks form the context ranks of one batch rank, and experts may be distributed over tensor and data ranks.
-The tensor axis is innermost and the pipeline axis outermost,
+A `Layout` holds the sizes of three axes (pipeline, data, tensor) and of two subdivisions: `cp_size` neighbouring data
+ranks form the context ranks of one batch rank, and experts may be distributed over tensor and data ranks. The tensor
+axis is innermost and the pipeline axis outermost,
 
     rank = (stage * dp_size + dp_rank) * tp_size + tp_rank,
 
 as in DeepSpeed's PipeModelDataParallelTopology (axes pipe, data, model). So consecutive ranks, which usually share a
-host, form a tensor-parallel group. Nothing here needs torch or a process group.
+host, form a tensor-parallel group. Needs neither torch nor a process group.
 """
 
 from dataclasses import dataclass
@@ -51,10 +51,10 @@ class Layout:
     """The sizes of the three axes, whose product is the number of ranks, and of two subdivisions.
 
     Attributes:
-        ep_size: number of ranks of a stage over which whole experts are distributed; 1 if each expert is cut like any
-            other layer. They are a tensor-parallel group, or those of several neighbours along the data axis.
-        cp_size: number of neighbours on the data axis that read the same samples and keep a shard of the tokens
-            each; it divides dp_size. For weights, gradients and checkpoints they are data ranks like all others.
+        ep_size: number of ranks of a stage over which whole experts are distributed; 1 if each expert is sharded like
+            any other layer. They form a tensor-parallel group, or the groups of several neighbours on the data axis.
+        cp_size: number of neighbours on the data axis that read the same samples and hold a shard of the tokens each;
+            it divides dp_size. For weights, gradients and checkpoints they are ordinary data-parallel ranks.
 
     Raises:
         UserError: a size is below 1, or ep_size or cp_size do not fit the axes.
@@ -85,7 +85,7 @@ class Layout:
 
         Raises UserError if pipeline x context x tensor does not divide `world_size`.
         """
-        # One copy of the model: its context ranks lie on the data axis, so that axis has at least so many.
+        # One copy of the model: its context ranks are on the data axis, which has at least that many ranks.
         model = cls(pp_size=pp_size, tp_size=tp_size, dp_size=cp_size, cp_size=cp_size)
         dp_size, left_over = divmod(world_size, model.world_size)
         if world_size < 1 or left_over or not dp_size:

@@ -1,4 +1,4 @@
-"""The other ranks of this launch that run on this host, found in /proc."""
+"""Find the other ranks of this launch on this host, in /proc."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from harness.topology.env import LaunchEnv
 from harness.topology.processes import all_processes, started_with
 
-OF_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # variables that all ranks of a launch have in common
-POLL_S = 0.2  # interval at which a rank looks whether the others have come, or are gone
+OF_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # variables that are equal for all ranks of a launch
+POLL_S = 0.2  # interval at which a rank checks whether the others have come, or are gone
 
 
 def ranks_among(processes: Iterable[int]) -> dict[int, str]:
-    """Return the rank of each process that belongs to this one's launch, by the environment it was started with."""
+    """Return process -> rank of the processes of this launch, by the environment they were started with."""
     ours = started_with(os.getpid())
     found: dict[int, str] = {}
     for process in processes if "RANK" in ours else ():
@@ -24,9 +24,9 @@ def ranks_among(processes: Iterable[int]) -> dict[int, str]:
 
 
 def may_come(env: LaunchEnv) -> bool:
-    """Return whether a rank that this one talks to may come: rank 0, or on rank 0 any other.
+    """Return whether a rank that this rank needs may still come: rank 0, or for rank 0 any other rank.
 
-    False only if it is known: all ranks belong to this host, and none of those runs.
+    False only if that is certain: all ranks belong to this host, and no such process is running.
     """
     if not env.on_one_host:
         return True

@@ -1,4 +1,4 @@
-"""Read the state of processes from /proc: this one's ancestors, memory, environment."""
+"""Read the state of processes from /proc: ancestors, memory, environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = 8  # number of ancestors among which a launcher is searched; wrappers m
 
 
 def parent_of(process: int) -> int:
-    """Return a process's parent; 0 if the process is gone. OSError if it cannot be read."""
+    """Return a process's parent; 0 if the process is gone. Raises OSError if it cannot be read."""
     if process == os.getpid():
         return os.getppid()
     try:
@@ -61,7 +61,7 @@ def started_with(process: int) -> dict[str, str]:
 
 
 def all_processes() -> list[int]:
-    """Return the processes of this host, as far as this one sees them."""
+    """Return the processes of this host that are visible to this one."""
     return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
 
 
@@ -81,12 +81,12 @@ def peak_resident_bytes() -> int:
 
 
 def own_python(*words: str) -> list[str]:
-    """Return a command of this Python that imports nothing from the working directory: others may write there."""
+    """Return a command for this Python that imports nothing from the working directory, to which others may write."""
     return [sys.executable, "-P", *words]
 
 
 def above() -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield (process, command line) of this process's ancestors, from the parent upwards."""
+    """Yield (process, command line) of this process's ancestors, nearest first."""
     process = os.getpid()
     for _ in range(LEVELS):
         process = parent_of(process)
@@ -101,9 +101,9 @@ def ancestor(word: str) -> int:
 
 
 def wait_readable(descriptors: Iterable[int], seconds: float) -> list[int]:
-    """Return the file descriptors that become readable, or are closed by the other side, within some seconds.
+    """Return the file descriptors that become readable, or are closed by the other side, within `seconds`.
 
-    poll needs no descriptor of its own (epoll does), so it works even if the process cannot open any more.
+    Unlike epoll, poll needs no descriptor of its own, so it works even if the process cannot open more files.
     """
     with selectors.PollSelector() as waiting:
         for descriptor in dict.fromkeys(descriptors):

@@ -1,9 +1,9 @@
 """Open the key-value store in which the ranks of a run first meet.
 
 By default torch's TCP store listens on every address of rank 0's host. Here rank 0 listens only on the master's
-address, and a single process opens no port at all. torchrun's agent has a store already, which is used as it is.
+address, and a single process opens no port at all. The store of torchrun's agent is used if there is one.
 
-Through the store a rank that fails before it comes here tells the others, as they would wait for it (`failure`).
+A rank that fails before the ranks meet tells the others through the store, as they would wait for it (`failure`).
 """
 
 import os
@@ -19,13 +19,13 @@ from harness.topology.env import LaunchEnv
 from harness.topology.interfaces import listen_at, reachable
 from harness.topology.peers import POLL_S, may_come
 
-LAST = "device of the last"  # key: the kind of device of the last rank to come; "" if one has failed
-FAILED, TOLD = "failed", "told"  # keys: what a rank that has failed says, and the number of ranks that know it
+LAST = "device of the last"  # key: the kind of device of the last rank to arrive; "" if a rank has failed
+FAILED, TOLD = "failed", "told"  # keys: the message of a failed rank, and the number of ranks that know it
 READING_S = 5.0  # how long rank 0, which serves the store, waits for the others to read that a rank has failed
 
 
 def open_store(env: LaunchEnv, timeout: timedelta, *, waits: bool = True) -> dist.Store:
-    """Return the store that all ranks of the run share; rank 0 `waits` until all others have opened it.
+    """Return the store shared by all ranks of the run; with `waits`, rank 0 waits until all others have opened it.
 
     Raises UserError if the master's address is unknown or its port is taken.
     """
@@ -50,10 +50,11 @@ def open_store(env: LaunchEnv, timeout: timedelta, *, waits: bool = True) -> dis
 
 
 def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
-    """Raise NotMet, on all ranks, if their devices are of two kinds, or if one of them has failed.
+    """Raise NotMet on all ranks if their devices are of different kinds, or if a rank has failed.
 
     torch would wait until its timeout.
     """
+    # The first rank sets "device"; any rank of another kind sets "other device"; the last one publishes the verdict.
     own = f"{kind} on rank {env.rank} (host {socket.gethostname()})"
     first = store.compare_set("device", "", own).decode()
     if not first.startswith(f"{kind} "):
@@ -72,7 +73,7 @@ def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
 
 
 def note_told(store: dist.Store, env: LaunchEnv, seconds: float) -> None:
-    """Count this rank as knowing of a failure; rank 0 then waits for the other ranks."""
+    """Count this rank among the ranks that know of a failure. Rank 0 then waits for the others."""
     known, until = store.add(TOLD, 1), time.monotonic() + seconds
     while env.rank == 0 and known < env.world_size and time.monotonic() < until and may_come(env):
         time.sleep(POLL_S)
@@ -82,6 +83,7 @@ def note_told(store: dist.Store, env: LaunchEnv, seconds: float) -> None:
 def _listen(env: LaunchEnv) -> socket.socket | None:
     """Listen on the master's address; None if it is not an address of this host."""
     try:
+        # A queue for all ranks, which connect at about the same time.
         return listen_at(env.master_addr, env.master_port, max(env.world_size, 128))
     except OSError as error:
         raise UserError(

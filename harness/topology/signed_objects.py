@@ -1,7 +1,7 @@
-"""Have the ranks of a run sign the Python objects that they send each other through torch.distributed.
+"""Sign the Python objects that ranks send each other through torch.distributed.
 
-torch pickles them, and unpickling runs whatever code the sender names. A process of another user that takes a rank's
-place in a connection, which gloo does not notice, would run code as this user. It cannot sign.
+torch pickles them, and unpickling runs any code that the sender chooses. gloo does not notice if another user's process
+takes a rank's place in a connection, so that process could run code as this user. But it cannot sign.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SUBJECT = "object"
 
 
 def signature(secret: str, subject: str, content: bytes) -> bytes:
-    """Return the HMAC by which the ranks and agents of a run know that one of them has written something."""
+    """Return the HMAC that proves that a rank or an agent of the run wrote `content`."""
     return hmac.new(secret.encode(), subject.encode() + b"\0" + content, hashlib.sha256).digest()
 
 
 def sign_objects() -> None:
-    """Sign from now on, if this run has a secret; all ranks must call it."""
+    """Sign from now on if this run has a secret; all ranks must call it."""
     if secret := run_secret():
-        # torch has no public way to give another pickler to its object collectives
+        # torch has no public way to replace the pickler of its object collectives.
         module = dist.distributed_c10d
         module._pickler = lambda file: SigningPickler(file, secret)  # type: ignore[assignment,misc]  # noqa: SLF001
         module._unpickler = lambda file: VerifyingUnpickler(file, secret)  # type: ignore[assignment,misc]  # noqa: SLF001
@@ -50,7 +50,7 @@ class VerifyingUnpickler:
         self._secret = secret
 
     def load(self) -> object:
-        """Return the object. RuntimeError if no process that knows the secret has sent it."""
+        """Return the object. Raises RuntimeError unless its sender knows the secret."""
         found, content = self._file.read(SIGNATURE_BYTES), self._file.read()
         if not hmac.compare_digest(found, signature(self._secret, SUBJECT, content)):
             raise RuntimeError(

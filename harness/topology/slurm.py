@@ -33,7 +33,7 @@ def tasks_on_node(counts: str, node: int) -> int | None:
 
 
 def address_of(node: str) -> str | None:
-    """Return the network address of a Slurm node, whose name need not be a host name; None if Slurm has none."""
+    """Return the network address of a Slurm node, whose name need not be a host name; None if unknown."""
     if shutil.which("scontrol") is None:
         return None
     match = re.search(r"NodeAddr=(\S+)", ask("scontrol", "show", "node", node))
@@ -41,7 +41,7 @@ def address_of(node: str) -> str | None:
 
 
 def ask(*command: str) -> str:
-    """Return the output of a Slurm command. UserError if it cannot be started, or does not answer."""
+    """Return the output of a Slurm command. Raises UserError if it cannot be started or does not answer."""
     try:
         done = subprocess.run(
             command,
@@ -61,14 +61,14 @@ def ask(*command: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The nodes of a batch job, or of salloc."""
+    """The nodes of a batch job or of salloc."""
 
     hosts: tuple[str, ...]
     tasks_per_node: int
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Allocation | None:
-        """Return the allocation of this shell; None outside of one, or inside a job step. UserError if unreadable."""
+        """Return this shell's allocation; None without one or in a job step. Raises UserError if it cannot be read."""
         nodes = environ.get("SLURM_JOB_NODELIST")
         if nodes is None or in_step(environ) or shutil.which("scontrol") is None:
             return None

@@ -1,1 +1,1 @@
-"""The flags, a file for each theme."""
+"""The flags, one file per theme."""

@@ -83,7 +83,7 @@ class CheckpointArguments(Flags):
         return not name.endswith(("loss", "perplexity")) if self.greater_is_better is None else self.greater_is_better
 
     def check(self) -> None:
-        """Refuse flags that contradict each other, and intervals that are not any."""
+        """Refuse contradictory flags and invalid intervals."""
         if self.eval_steps is not None:
             self.eval_steps = checked_interval("eval_steps", self.eval_steps)
         self.save_steps = checked_interval("save_steps", self.save_steps, least=0)

@@ -1,4 +1,4 @@
-"""Define a flag: a field of a dataclass, with its help and its allowed values."""
+"""Define flags: fields of dataclasses with their help and allowed values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ ALIASES = {
     "activation_checkpointing": "gradient_checkpointing",
     "no_cuda": "use_cpu",
 }
-"""Other names of flags in HuggingFace -> the name here."""
+"""Alternative name of a flag in HuggingFace -> its name here."""
 
 
 class Help(str):
@@ -63,11 +63,11 @@ def flag(
     Args:
         text: the help text.
         least: the smallest allowed value.
-        choices: the only allowed values; of a boolean, those besides true and false.
-        paths: the value is a path, or the name of something that may also be one; a comma does not separate several.
-        hf_only: the flag acts on HuggingFace models only, and is refused for a model given as a list of layers.
+        choices: the only allowed values; for a boolean, the ones besides true and false.
+        paths: whether the value is a path, or a name that may also be a path; commas do not separate several.
+        hf_only: whether the flag applies only to HuggingFace models, and is refused for a list of layers.
         aliases: its names in ALIASES, which HfArgumentParser adds.
-        of_scripts: scripts for HuggingFace's Trainer declare a flag of this name themselves, as run_clm.py does. Then
+        of_scripts: whether scripts for HuggingFace's Trainer, such as run_clm.py, declare a flag of this name. Then
             HfArgumentParser must not add it again: it skips fields with `init=False`. Our constructor takes it.
     """
     about = Help(text.replace("%", "%%"))
@@ -82,18 +82,18 @@ def flag(
 
 
 def require_one_name(names: dict[str, str], own: str, name: str, where: str = "") -> None:
-    """Record in `names` under which name a flag was given. UserError if it was given under another name before."""
+    """Record in `names` the name under which a flag was given. Raises UserError for a second name of one flag."""
     if (other := names.setdefault(own, name)) != name:
         raise UserError(f"{where}{other} and {name} are the same flag: give one of them")
 
 
 def default_of(item: Field[object]) -> object:
-    """Return the default of a dataclass field, a new one if it is a list; MISSING without one."""
+    """Return the default of a dataclass field, copied if it is a list; MISSING without a default."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def shown_default(item: Field[object]) -> str:
-    """Return a flag's default as text for the user; "" without one."""
+    """Return a flag's default as text for the user; "" without a default."""
     default = default_of(item)
     if isinstance(default, list):
         return " ".join(map(str, default))
@@ -101,7 +101,7 @@ def shown_default(item: Field[object]) -> str:
 
 
 def _is_taken(item: Field[object]) -> bool:
-    """Return whether the constructor takes a field: each flag, and a program's own fields but those of `init=False`."""
+    """Return whether the constructor takes a field: every flag, and a program's own fields unless `init=False`."""
     return item.init or isinstance(item.metadata.get("help"), Help)
 
 
@@ -121,11 +121,11 @@ class _Fields:
 
 @dataclass(kw_only=True)
 class Flags:
-    """The flags of a theme, or of several: a class derived from several `Flags` has the flags of all.
+    """The flags of a theme, or of several themes: a class derived from several `Flags` has all of their flags.
 
-    All have one constructor, which notes which flags are passed. A flag passed with its default value counts as given:
-    it may contradict the JSON. If a caller passes all fields, as transformers' HfArgumentParser does, only those with
-    other values count.
+    All share one constructor, which records which flags are passed. A flag passed with its default value counts as
+    given, as it may contradict the JSON. If a caller passes all fields, like transformers' HfArgumentParser, only
+    values other than the defaults count.
 
     Attributes:
         TITLE: the theme's heading in `--help` and in the docs.
@@ -139,7 +139,7 @@ class Flags:
         _of_scripts: InitVar[Mapping[str, object] | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Keep the constructor: `@dataclass` writes one only into a class that has none of its own."""
+        """Keep the constructor: `@dataclass` only generates one for a class without its own."""
         super().__init_subclass__()
         if "__init__" not in vars(cls):
             setattr(cls, "__init__", Flags.__init__)  # noqa: B010  # mypy refuses an assignment to __init__
@@ -169,7 +169,7 @@ class Flags:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Convert every value to its type and check it; None means the default. Raises all problems at once."""
+        """Convert every value to its type and check it; None means the default. Raises all problems together."""
         given = self.given
         problems: list[str] = []
         for name in flags_of(type(self)):
@@ -192,7 +192,7 @@ class Flags:
         self._note_of_scripts()
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a flag: the value is checked as in the constructor, and the flag counts as given."""
+        """Set a flag, which then counts as given; the value is checked as in the constructor."""
         if any(item.name == name for item in fields(self)):
             given = frozenset() if value is None else {name}
             value = self._taken(name, value)
@@ -206,7 +206,7 @@ class Flags:
         vars(self)["_of_scripts"] = {name: getattr(self, name) for name in hidden}
 
     def _taken(self, name: str, value: object) -> object:
-        """Return the value that a field takes: a flag's in its type, None as the default. UserError as `_allowed`."""
+        """Return a field's value: converted and checked for a flag (see `_allowed`), with the default for None."""
         if name not in flags_of(type(self)):  # a field of a program's own class
             return value
         if value is None:
@@ -218,13 +218,13 @@ class Flags:
 
     @property
     def given(self) -> frozenset[str]:
-        """Names of the flags that were passed, whatever their values; a value of None counts as not passed."""
+        """Names of the flags that were passed with any value except None."""
         found: frozenset[str] = vars(self)["_given"]
         return found
 
     @property
     def without_effect(self) -> Mapping[str, object]:
-        """The HuggingFace arguments that were passed and ask for the behaviour that the harness always has."""
+        """The passed HuggingFace arguments that request behaviour the harness always has."""
         found: Mapping[str, object] = vars(self).get("_without_effect", {})
         return found
 
@@ -251,7 +251,7 @@ def _flags_of(kind: type[Flags]) -> Mapping[str, tuple[Field[object], object]]:
 
 
 def _allowed(item: Field[object], hint: object, value: object) -> object:
-    """Return a flag's value converted to its type. UserError for a value not allowed."""
+    """Return a flag's value converted to its type. Raises UserError for a value that is not allowed."""
     least, choices = Help.of(item).least, Help.of(item).choices
     try:
         value = typed(hint, value)
@@ -270,7 +270,7 @@ def _allowed(item: Field[object], hint: object, value: object) -> object:
 
 
 def _require_usable(name: str, value: object) -> None:
-    """Raise UserError for a path that no file can have; a mapping and a JSON text stand for a file's content."""
+    """Raise UserError for a path that no file can have. Mappings and JSON texts are content, not paths."""
     for path in value if isinstance(value, list) else [value]:
         if isinstance(path, str) and not path.lstrip().startswith("{"):
             try:

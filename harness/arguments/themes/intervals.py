@@ -6,10 +6,10 @@ from harness.errors import UserError
 
 
 def checked_interval(name: str, value: float, *, least: float | None = None) -> float:
-    """Return a number of steps, whole from 1 on, or a fraction of all steps. UserError for other values.
+    """Return a number of steps, or a fraction of all steps below 1. Raises UserError for any other value.
 
     Args:
-        least: the smallest value, such as 0 for "never"; None: above 0.
+        least: the smallest value, such as 0 for "never"; None if the value must be above 0.
     """
     if value > 1 and value != int(value):
         raise UserError(f"--{name} {value}: must be a whole number of steps, or below 1, the fraction of all steps")

@@ -68,7 +68,7 @@ class ReportingArguments(Flags):
         return [name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")]
 
     def check(self) -> None:
-        """Raise UserError for an unknown monitor, and for an interval that is not one."""
+        """Raise UserError for an unknown monitor or an invalid interval."""
         self.logging_steps = checked_interval("logging_steps", self.logging_steps)
         unknown = set(self.reporters()) - MONITORS.keys()
         if unknown:
@@ -78,9 +78,9 @@ class ReportingArguments(Flags):
 
 
 def within(output_dir: str, path: str, what: str) -> str:
-    """Return a config's path, made absolute below `output_dir`. UserError for a path outside.
+    """Return a path from a config, made absolute below `output_dir`. Raises UserError for a path outside.
 
-    A config may come from somebody else, and must not write anywhere else.
+    A config may come from somebody else, and must not make a run write elsewhere.
     """
     try:
         found = usable_path(str(Path(output_dir, path))).resolve()
@@ -93,16 +93,16 @@ def within(output_dir: str, path: str, what: str) -> str:
 
 
 def require_inside(output_dir: str, config: JsonObject) -> None:
-    """Raise UserError if DeepSpeed's flops profiler would write outside of `output_dir`; monitors are checked apart."""
+    """Raise UserError if DeepSpeed's flops profiler would write outside `output_dir`; monitors have their own check."""
     file = config.get("flops_profiler", {}).get("output_file")
     if isinstance(file, str):
         within(output_dir, file, "flops_profiler.output_file")
 
 
 def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObject) -> dict[str, JsonObject]:
-    """Return the settings of each monitor enabled by `--report_to` or in the JSON, by its section's name.
+    """Return section -> settings of the monitors enabled by `--report_to` or in the JSON.
 
-    Raises UserError for one that would write outside of `output_dir`.
+    Raises UserError for a monitor that would write outside `output_dir`.
     """
     job = args.run_name or "run"
     found = {}

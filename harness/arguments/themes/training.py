@@ -92,7 +92,7 @@ class OptimizerArguments(Flags):
         return warmup_of(self.warmup_steps, max_steps) if ratio is None else math.ceil(ratio * max_steps)
 
     def check(self) -> None:
-        """Refuse two lengths of the warm-up, a beta of 1, and optimizers that only the DeepSpeed JSON can name."""
+        """Refuse two warm-up lengths, a beta of 1 or more, and optimizers that only the DeepSpeed JSON can name."""
         self._check_schedule()
         if self.warmup_ratio is not None and self.warmup_steps:
             raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")

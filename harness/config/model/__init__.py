@@ -1,1 +1,1 @@
-"""What a model's config.json alone tells about possible layouts. No torch, no transformers."""
+"""Facts about possible layouts from a model's config.json alone. Imports neither torch nor transformers."""

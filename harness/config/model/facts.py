@@ -1,4 +1,4 @@
-"""Single facts that a model's config states: its experts, whether it skips layers, sizes that nobody can train."""
+"""Facts stated by a model's config: experts, skipped layers, implausible sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MANY_EXPERTS = re.compile(r"(\w+_)?experts", re.IGNORECASE)
 
 
 def require_countable(config: Mapping[str, object], where: str) -> None:
-    """Raise UserError for a config with an absurd number of layers or experts: building it would never end."""
+    """Raise UserError for an absurd number of layers or experts, with which building the model would never end."""
     layers = [*_counts(config, _MANY_LAYERS)]
     experts = [*_counts(config, _MANY_EXPERTS)]
     for name, count, most in (*((*each, MOST_LAYERS) for each in layers), *((*each, MOST_EXPERTS) for each in experts)):
@@ -28,7 +28,7 @@ def require_countable(config: Mapping[str, object], where: str) -> None:
 
 
 def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a config, and of the configs in it, whose names match."""
+    """Yield (name, number) of the entries of a config, and of nested configs, whose names match."""
     if not isinstance(config, Mapping):
         return
     for name, value in config.items():
@@ -38,13 +38,13 @@ def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float
 
 
 def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return a layer's number of experts, and of experts per token; (0, 0) in a dense layer."""
+    """Return the number of experts of a layer and the number per token; (0, 0) for a dense layer."""
     experts, chosen = (next((n for name in names if (n := whole(config.get(name)))), 0) for names in (EXPERTS, _CHOSEN))
     return experts, min(chosen or 1, experts)
 
 
 def layer_drop(config: Mapping[str, object]) -> float:
-    """Return the probability with which a decoder's config has its layers skipped in training."""
+    """Return the probability with which a decoder skips layers in training (LayerDrop)."""
     rates = [config.get(name) for name in ("layerdrop", "decoder_layerdrop")]
     return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
 

@@ -1,4 +1,4 @@
-"""The files of a HuggingFace directory that hold its weights and its tokenizer."""
+"""The weight and tokenizer files of a HuggingFace directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOKENIZER_FILES = (
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether the directory holds files of weights, or an index of them."""
+    """Return whether the directory contains weight files or their index."""
     named = (INDEX, OLD_SINGLE, OLD_INDEX)
     return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in named)
 
 
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
-    """Return whether the directory holds a tokenizer's files."""
+    """Return whether the directory contains a tokenizer's files."""
     return any(Path(directory, name).is_file() for name in TOKENIZER_FILES)

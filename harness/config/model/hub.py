@@ -1,6 +1,6 @@
-"""Find models and tokenizers of the HuggingFace hub by their id, in the local cache, or download them into it.
+"""Find models and tokenizers of the HuggingFace hub by id in the local cache, or download them into it.
 
-An id is `organisation/name`, followed by `@revision` for another revision than `main`.
+An id is `organisation/name`, followed by `@revision` for a revision other than `main`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NOT_NEEDED = ("*/*", "consolidated*")  # other forms of the same weights
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A kind of thing to find on the hub: a model or a tokenizer.
+    """What to find on the hub: a model or a tokenizer.
 
     Attributes:
-        flag: flag with which the user names it.
+        flag: the flag that names it, for messages.
         files: patterns of the files to download.
-        is_whole: whether a folder holds all that is needed.
-        lacking: words for what an incomplete folder lacks.
+        is_whole: returns whether a folder has all the required files.
+        lacking: what an incomplete folder lacks, for messages.
     """
 
     flag: str
@@ -39,7 +39,7 @@ class Wanted:
 
 
 def cached(source: str) -> Path | None:
-    """Return the folder of the local cache that holds a model's files, or None."""
+    """Return a model's folder in the local cache, or None."""
     from huggingface_hub import constants
 
     if (match := ID.fullmatch(source)) is None or Path(source).exists():
@@ -56,12 +56,12 @@ def cached(source: str) -> Path | None:
 
 
 def fetch(source: str, wanted: Wanted) -> Path | None:
-    """Return the folder of the cache with the files of `source`; download missing files.
+    """Return the cache folder with the files of `source`, after downloading missing files.
 
-    One process per host downloads, the others wait for it. Return None if `source` cannot be an id to download: a path,
+    One process per host downloads; the others wait. Returns None if `source` cannot be downloaded by its form: a path,
     or a name without an organisation that is not in the cache.
 
-    Raises UserError if it is neither in the cache nor can be downloaded.
+    Raises UserError if it is not in the cache and cannot be downloaded.
     """
     found = cached(source)
     if found is not None and wanted.is_whole(found):
@@ -79,7 +79,7 @@ def fetch(source: str, wanted: Wanted) -> Path | None:
 
 
 def holds_model(folder: Path) -> bool:
-    """Return whether a folder holds a config.json and all files of its weights."""
+    """Return whether a folder contains a config.json and all weight files."""
     if not (folder / "config.json").is_file():
         return False
     try:
@@ -128,7 +128,7 @@ def _download(name: str, revision: str | None, wanted: Wanted) -> Path:
 
 @contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
-    """Hold the lock of a model's download on this host; no lock if the cache cannot be written."""
+    """Hold this host's download lock for a model; do nothing if the cache is read-only."""
     from huggingface_hub import constants
 
     file = Path(constants.HF_HUB_CACHE) / ".locks" / f"ds-harness--{name.replace('/', '--')}.lock"

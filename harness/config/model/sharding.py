@@ -1,8 +1,8 @@
-"""How tensor-parallel ranks share widths and attention heads, as plain numbers. No torch here.
+"""The shards of widths and attention heads on tensor-parallel ranks, as plain numbers. Imports no torch.
 
-Shares need not be equal: if the ranks do not divide a width, the first ranks hold one unit more. Attention is shared by
-whole key/value heads, each with all its query heads. If there are fewer key/value heads than ranks, neighbouring ranks
-hold the same one and share its query heads. So on every rank each key/value head has equally many query heads, which
+Shards need not be equal: if the ranks do not divide a width, the first ranks hold one unit more. Attention is split by
+whole key/value heads, each with all of its query heads. With fewer key/value heads than ranks, neighbouring ranks hold
+the same one and split its query heads. So on every rank each key/value head has the same number of query heads, as
 transformers' attention requires.
 """
 
@@ -24,13 +24,13 @@ def shard_range(total: int, index: int, size: int) -> Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The numbers of query and key/value heads of an attention module, before it is cut."""
+    """The numbers of query and key/value heads of an attention module before sharding."""
 
     query: int
     key_value: int
 
     def fit(self, size: int) -> bool:
-        """Return whether `size` ranks can share the heads so that each has a query head."""
+        """Return whether the heads can be split over `size` ranks so that each has a query head."""
         if self.query % self.key_value:  # no group of query heads belongs to a key/value head
             return self.query % size == 0 and self.key_value % size == 0
         return size <= self.query

@@ -1,1 +1,1 @@
-"""From "auto" to the config that DeepSpeed gets."""
+"""Resolve a config with "auto" to the config passed to DeepSpeed."""

@@ -1,4 +1,4 @@
-"""The extension point of the config check: what a run asks it before and after "auto" is filled in."""
+"""The extension point for the config check, which a run calls before and after "auto" is replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.config.values.json_object import JsonObject
 
 
 class ConfigCheck(Protocol):
-    """A check of a run's config. Without one a run takes the config as it is written, and fails where it is wrong."""
+    """A check of a run's config. Without a check, the config is taken as written, and a run fails where it is wrong."""
 
     def read(self, config: str | Mapping[str, object], path: str = FROM_PROGRAM) -> ConfigFile:
         """Read a config: a file, a preset by its name, or values of a program, which are from `path`.
@@ -21,7 +21,7 @@ class ConfigCheck(Protocol):
         """
 
     def as_read(self, config: Mapping[str, object]) -> JsonObject:
-        """Return a copy with the values that DeepSpeed reads: `"true"` becomes true, old forms become new ones."""
+        """Return a copy with values as DeepSpeed reads them: `"true"` becomes true, old forms become new ones."""
 
     def require_valid(
         self,
@@ -32,15 +32,15 @@ class ConfigCheck(Protocol):
         model: str | None,
         allow_ignored_keys: bool,
     ) -> None:
-        """Raise ConfigError with every finding that keeps a run from starting.
+        """Raise ConfigError with all findings that prevent the run from starting.
 
         Args:
-            document: what `read` has returned.
-            filled: values that arguments put in place of "auto" and of absent keys.
-            values: arguments of the run.
-            model: a preset's name or a directory; its heads and layers are checked against the layout. None: no check.
-            allow_ignored_keys: accept ignored keys that look like misspelt ones.
+            document: the result of `read`.
+            filled: values from arguments that replaced "auto" and absent keys.
+            values: the run's arguments.
+            model: a preset's name or a directory, whose heads and layers the layout must fit; None if unknown.
+            allow_ignored_keys: whether to accept ignored keys that look like misspelt ones.
         """
 
     def version_warning(self) -> str | None:
-        """Return a warning if the check was made for another DeepSpeed than the installed one; else None."""
+        """Return a warning if the check was written for another DeepSpeed version than the installed one, else None."""

@@ -1,4 +1,4 @@
-"""Fill in "auto" and absent keys with values of the arguments, of the model, and of the harness."""
+"""Replace "auto" and absent keys by values from the arguments, the model and the harness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.optimizers import DEFAULT, FLAGS
 
 @dataclass
 class Resolution:
-    """The config that is being filled, and the values filled in so far."""
+    """The config being resolved, and the values filled in so far."""
 
     config: JsonObject
     values: AutoValues
@@ -43,7 +43,7 @@ _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", TENSOR, GRADIENT_BITS}
 
 
 def fill_batch(resolution: Resolution, batch_ranks: int) -> None:
-    """Write all three batch sizes; if they do not agree, a rule reports it.
+    """Write all three batch sizes. If they disagree, a rule of the config check reports it.
 
     Args:
         batch_ranks: number of data-parallel ranks that read different samples.
@@ -61,7 +61,7 @@ def fill_batch(resolution: Resolution, batch_ranks: int) -> None:
 
 
 def fill_precision(resolution: Resolution) -> None:
-    """Write bf16 and fp16 by the arguments, unless the file sets them."""
+    """Write bf16 and fp16 from the arguments, unless the file sets them."""
     for name, section in (("bf16", bf16_section(resolution.config)), ("fp16", "fp16")):
         pointer, wanted = f"/{section}/enabled", getattr(resolution.values, name)
         stated = resolution.get(pointer)
@@ -72,9 +72,10 @@ def fill_precision(resolution: Resolution) -> None:
 
 
 def fill_from_arguments(resolution: Resolution) -> None:
-    """Write clipping, optimizer and scheduler by the arguments if the file has "auto"."""
+    """Write clipping, optimizer and scheduler from the arguments if the file has "auto"."""
     values = resolution.values
-    if resolution.get("/gradient_clipping") is None:  # absent, DeepSpeed would clip at 1.0 whatever the argument says
+    # Without the key, DeepSpeed would clip at 1.0, whatever the argument says.
+    if resolution.get("/gradient_clipping") is None:
         resolution.fill("/gradient_clipping", values.max_grad_norm, values.source("max_grad_norm"))
     for pointer, name, value in values.by_pointer:
         if resolution.get(pointer) == AUTO and pointer not in OF_DATA_AND_MODEL:
@@ -86,7 +87,7 @@ def fill_from_arguments(resolution: Resolution) -> None:
 
 
 def fill_steps(resolution: Resolution) -> None:
-    """Write the scheduler's numbers of steps if the file has "auto"."""
+    """Write the scheduler's step counts if the file has "auto"."""
     values = resolution.values
     for pointer, name, value in values.by_pointer:
         if resolution.get(pointer) == AUTO and pointer in OF_DATA_AND_MODEL:
@@ -94,7 +95,7 @@ def fill_steps(resolution: Resolution) -> None:
 
 
 def fill_optimizer(resolution: Resolution) -> None:
-    """Write the optimizer of --optim if the file names none; the default stays absent, as the harness makes it."""
+    """Write the optimizer of --optim if the file names none. The default stays absent, as the harness makes it."""
     stated, optim = resolution.get("/optimizer/type"), resolution.values.optim
     optimizer = FLAGS[optim]
     if stated != AUTO and (resolution.get("/optimizer") is not None or optimizer is DEFAULT):
@@ -106,7 +107,7 @@ def fill_optimizer(resolution: Resolution) -> None:
 
 
 def fill_checkpointing(resolution: Resolution) -> None:
-    """Write the checkpointing interval by --gradient_checkpointing; if that is on, an interval in the file wins."""
+    """Write the checkpointing interval from --gradient_checkpointing; if it is on, an interval in the file wins."""
     pointer, wanted = "/pipeline/activation_checkpoint_interval", resolution.values.gradient_checkpointing
     interval = resolution.get(pointer)
     if wanted is None or (interval is not None and size_fault(pointer, interval)):
@@ -116,7 +117,7 @@ def fill_checkpointing(resolution: Resolution) -> None:
 
 
 def fill_from_model(resolution: Resolution) -> None:
-    """Write ZeRO's bucket sizes by the model's hidden size, as HF and Accelerate do."""
+    """Write ZeRO's "auto" bucket sizes from the model's hidden size, as HF and Accelerate do."""
     hidden = resolution.values.hidden_size
     if not hidden:
         return
@@ -130,9 +131,10 @@ def fill_from_model(resolution: Resolution) -> None:
 
 
 def fill_bucket(resolution: Resolution, stage: int) -> None:
-    """Write a bucket size for ZeRO by the model's size if the file has none; DeepSpeed's default is 5e8 gradients.
+    """Write a bucket size for ZeRO from the model's size if the file has none.
 
-    bf16 at stage 1 gets none: the size of its buckets depends on the parameters of a rank (`gradient_sums.py`).
+    DeepSpeed's default is 5e8 gradients, and it allocates the whole bucket. bf16 at stage 1 gets no value: its bucket
+    size depends on a rank's parameters (`gradient_sums.py`).
     """
     has_none = stage == 0 or (stage == 1 and resolution.get("/data_types/grad_accum_dtype") == "fp32")
     if has_none or not resolution.values.hidden_size or resolution.get(REDUCE_BUCKET) is not None:
@@ -145,7 +147,7 @@ def fill_bucket(resolution: Resolution, stage: int) -> None:
 
 
 def fill_pipeline(resolution: Resolution, pp_size: int) -> None:
-    """Write the number of stages, and the kind of recomputation if the file does not set it."""
+    """Write the number of stages, and the kind of activation checkpointing if the file does not set it."""
     if pp_size == 1 and not isinstance(resolution.get("/pipeline"), dict):
         return
     if resolution.get("/pipeline/stages") not in (None, pp_size):
@@ -153,14 +155,14 @@ def fill_pipeline(resolution: Resolution, pp_size: int) -> None:
         resolution.fill("/pipeline/stages", pp_size, source)
     put(resolution.config, "/pipeline/stages", pp_size)
     if resolution.get("/pipeline/use_reentrant") is None:
-        # reentrant checkpointing computes no gradients for a layer whose input is integer ids
+        # Reentrant checkpointing computes no gradients for a layer whose inputs are integer ids.
         resolution.fill("/pipeline/use_reentrant", False, "harness")
 
 
 def fill_zero_stage(resolution: Resolution, precision: str, stage: int) -> int:
-    """Write the ZeRO stage and the dtype of gradient sums for a 16-bit precision; return the stage.
+    """Write the ZeRO stage and the gradient accumulation dtype for 16-bit precisions; return the stage.
 
-    Gradients in bf16 are accumulated in float32 unless the file says otherwise. fp16 runs at stage 1 instead of 0.
+    bf16 gradients are accumulated in float32 unless the file says otherwise. fp16 runs at stage 1 instead of 0.
     """
     if precision == "fp16" and stage == 0:
         resolution.fill(
@@ -178,7 +180,7 @@ def fill_zero_stage(resolution: Resolution, precision: str, stage: int) -> int:
 
 
 def remove_autos(resolution: Resolution, pointer: str, section: JsonObject, keep: Collection[str] = ()) -> None:
-    """Remove every "auto" that is left, so that DeepSpeed uses its defaults; those of `keep` stay."""
+    """Remove every remaining "auto" except the pointers in `keep`, so that DeepSpeed uses its defaults."""
     for key, value in list(section.items()):
         here = f"{pointer}/{key}"
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Turn a config with "auto" in it, and the arguments of a run, into the config that DeepSpeed gets.
+"""Resolve a config with "auto" and the arguments of a run to the config passed to DeepSpeed.
 
-It starts no process, and reads at most the model's config.json. "auto" means what it means in HuggingFace
-(transformers' HfTrainerDeepSpeedConfig), but with the data-parallel size in place of the world size. Nothing is refused
-here but by the config check.
+Starts no process, and reads at most the model's config.json. "auto" has HuggingFace's meaning (transformers'
+HfTrainerDeepSpeedConfig), but with the data-parallel size in place of the world size. Only the config check refuses
+anything here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def resolve(
     model: str | None = None,
     allow_ignored_keys: bool = False,
 ) -> Resolved:
-    """Check a config together with the arguments of its run, and fill in every "auto".
+    """Check a config together with the run's arguments, and replace every "auto".
 
     Args:
-        config: a config that was read, or values from a program.
-        values: the arguments of the run.
-        check: refuses what is wrong; None: nothing is checked.
+        config: a config as read, or values from a program.
+        values: the run's arguments.
+        check: refuses a wrong config; None to check nothing.
         model, allow_ignored_keys: as for `ConfigCheck.require_valid`.
 
     Raises:
@@ -63,13 +63,13 @@ def resolve_before_data(
     model: str | None = None,
     allow_ignored_keys: bool = False,
 ) -> Resolved:
-    """Do what `resolve` does, but leave "auto" where it depends on data and model (`OF_DATA_AND_MODEL`).
+    """Like `resolve`, but keep "auto" where it depends on data or model (`OF_DATA_AND_MODEL`).
 
-    `complete` fills in the rest when they are read. Raises ConfigError as `resolve` does.
+    `complete` replaces the rest once they are known. Raises ConfigError as `resolve` does.
     """
     document = read(config, check) if isinstance(config, Mapping) else config
     run = Resolution(copy.deepcopy(document.data) if check is None else check.as_read(document.data), values)
-    # The config may still be wrong: a value that cannot be written is left out here, and the check refuses it.
+    # The config may still be wrong: a value that cannot be derived is omitted here, and the check refuses the config.
     filling.fill_batch(run, ConfigView(data=run.config, **values.layout).batch_ranks or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
@@ -81,12 +81,12 @@ def resolve_before_data(
 
 
 def read(config: str | Mapping[str, object], check: ConfigCheck | None, path: str = FROM_PROGRAM) -> ConfigFile:
-    """Read a config by its check, if there is one; see `ConfigCheck.read`."""
+    """Read a config with the check's reader, if there is a check; see `ConfigCheck.read`."""
     return read_plain(config, path) if check is None else check.read(config, path)
 
 
 def complete(resolved: Resolved, values: AutoValues) -> Resolved:
-    """Fill in what `resolve_before_data` has left open: the scheduler's steps, and ZeRO's bucket sizes."""
+    """Complete the result of `resolve_before_data`: the scheduler's steps and ZeRO's bucket sizes."""
     config, alone = (Resolution(copy.deepcopy(each), values) for each in (resolved.config, resolved.alone))
     for run in (config, alone):
         filling.fill_steps(run)
@@ -105,7 +105,7 @@ def _resolved(run: Resolution, view: ConfigView) -> Resolved:
     run.config.pop("$schema", None)
     alone = _for_deepspeed_alone(run, view)
     for section in ("tensor_parallel", "expert_parallel", "context_parallel", "sequence_parallel_size", "tiling"):
-        run.config.pop(section, None)  # the harness cuts the layers itself; DeepSpeed would do it again
+        run.config.pop(section, None)  # the harness shards the layers itself; DeepSpeed would shard them again
     return Resolved(
         config=run.config,
         alone=alone,
@@ -139,8 +139,8 @@ def _resolved(run: Resolution, view: ConfigView) -> Resolved:
 def _for_deepspeed_alone(run: Resolution, view: ConfigView) -> JsonObject:
     """Return the config for a program without the harness, on the same ranks.
 
-    DeepSpeed then cuts the layers itself, by AutoTP, and counts ranks that share a copy of the model as data-parallel.
-    So the global batch is left out, for DeepSpeed to compute.
+    DeepSpeed then shards the layers itself, by AutoTP, and counts all ranks of one copy of the model as data-parallel.
+    So the global batch is omitted, for DeepSpeed to compute.
     """
     pp_size, tp_size, alone = view.pp_size, view.tp_size, copy.deepcopy(run.config)
     for section in ("context_parallel", "tiling"):

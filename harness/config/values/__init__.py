@@ -1,4 +1,4 @@
-"""The meaning of single values of a config: types, pointers, sizes of the layout, the batch, keys without effect.
+"""Single values of a config: types, pointers, layout sizes, the batch, keys without effect.
 
-This is the lowest folder of `config`: rules, schema and resolving build on it, and it imports none of them.
+This is the lowest folder of `config`: rules, schema and resolving import it, never the other way round.
 """

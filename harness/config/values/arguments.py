@@ -8,7 +8,7 @@ from math import ceil, isfinite
 
 BLOCK_SIZE = 1024  # tokens of a sample, or the model's positions if it has fewer: run_clm.py's default for --block_size
 
-# transformers' schedules that are functions of the step alone, and the values that each takes in --lr_scheduler_kwargs
+# transformers' schedules that depend on the step alone, and the options that each takes in --lr_scheduler_kwargs.
 OF_COSINE = ("num_cycles", "min_lr", "min_lr_rate")
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -27,20 +27,20 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 SCHEDULES = tuple(SCHEDULE_OPTIONS)
 FP8 = ("no", "rowwise", "emulate")  # how decoder layers multiply in 8 bits
-FP8_MULTIPLE = 16  # kernels of fp8 products need widths that are multiples of it
+FP8_MULTIPLE = 16  # widths in fp8 matrix products must be multiples of this
 CURVES = ("linear", "cosine", "1-sqrt")  # values of warmup_type and decay_type
-# DeepSpeed's schedules, by the names of HuggingFace's
+# DeepSpeed's schedules -> HuggingFace's names for them.
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 BETAS = ("adam_beta1", "adam_beta2")  # below 1
-LEAST = {  # the smallest value of an argument that a run takes; that of each size is 1
+LEAST = {  # the smallest allowed value of an argument; for sizes it is 1
     **dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", *BETAS, "adam_epsilon", "max_grad_norm"), 0),
     **dict.fromkeys(("max_steps", "gradient_accumulation_steps"), 1),
 }
 
 
 def schedule_fault(kind: str, options: Mapping[str, object]) -> str | None:
-    """Return why transformers' schedule `kind` cannot be made with these options; None if it can."""
+    """Return why transformers' schedule `kind` does not accept these options; None if it does."""
     takes = SCHEDULE_OPTIONS.get(kind)
     if takes is None:
         return None  # refused as a value of --lr_scheduler_type
@@ -60,13 +60,13 @@ def schedule_fault(kind: str, options: Mapping[str, object]) -> str | None:
 
 
 def warmup_of(steps: float, max_steps: int) -> int:
-    """Return the number of warm-up steps in a run of `max_steps`; `steps` below 1: the fraction of all."""
+    """Return the number of warm-up steps in a run of `max_steps`; `steps` below 1 is a fraction of them."""
     return int(steps) if steps >= 1 else ceil(steps * max_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoValues:
-    """Arguments by their HuggingFace names and defaults; `given` holds the names that the user set."""
+    """Arguments with HuggingFace's names and defaults; `given` holds the names that the user set."""
 
     learning_rate: float = 5e-5
     lr_scheduler_type: str = "linear"
@@ -96,7 +96,7 @@ class AutoValues:
 
     @property
     def layout(self) -> dict[str, int | None]:
-        """The number of ranks, and the sizes that override the config's, as a `ConfigView` takes them."""
+        """The number of ranks, and the layout sizes that override the config's, as arguments of `ConfigView`."""
         return {
             "world_size": self.world_size,
             "pp_override": self.pipeline_parallel_size,
@@ -106,7 +106,7 @@ class AutoValues:
         }
 
     def source(self, name: str) -> str:
-        """Return the source of an argument's value, in words."""
+        """Return the source of an argument's value as text."""
         return f"--{name}" if name in self.given else f"default of --{name}"
 
     @property

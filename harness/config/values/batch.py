@@ -1,7 +1,7 @@
-"""The arithmetic of the batch: train_batch_size = micro-batch x accumulation x data-parallel size.
+"""Batch arithmetic: train_batch_size = micro-batch x accumulation x data-parallel size.
 
-Sizes that are not given follow from the others by DeepSpeed's rule. `check` and `resolve` both ask here. With pipeline
-or tensor parallelism only the data-parallel size counts, not the number of ranks.
+Missing sizes follow from the others by DeepSpeed's rule, for `check` and `resolve` alike. With pipeline or tensor
+parallelism, the data-parallel size counts, not the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ARGUMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StatedSizes:
-    """The sizes that file and arguments give, None if neither gives one; `sources` has the source of each."""
+    """The sizes given by file and arguments, or None; `sources` has the source of each."""
 
     train: int | None
     micro: int | None
@@ -35,15 +35,15 @@ class StatedSizes:
 
     @property
     def train_name(self) -> str:
-        """The flag or key that gives the size of the global batch, for messages."""
+        """The flag or key that sets the global batch size, for messages."""
         return self.sources.get(TRAIN, "train_batch_size")
 
 
 def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> StatedSizes:
-    """Return the sizes that a config and the arguments of a run (None: not known) give.
+    """Return the sizes given by a config and by the arguments of a run (None if unknown).
 
     If `--global_batch_size` or train_batch_size fixes the global batch, the accumulation follows from it. Otherwise
-    micro-batch and accumulation have the arguments' defaults, in every layout.
+    micro-batch and accumulation take the arguments' defaults, in every layout.
     """
     sizes = {pointer: whole(lookup(config, pointer)) for pointer in ARGUMENTS}
     sources: dict[str, str] = {}
@@ -66,21 +66,21 @@ def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> Sta
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Samples per step (`train`) and per micro-batch (`micro`); `accumulation`: micro-batches per step and
-    data-parallel rank."""
+    """Samples per step (`train`) and per micro-batch (`micro`), and micro-batches per step and data-parallel rank
+    (`accumulation`)."""
 
     train: int
     micro: int
     accumulation: int
 
     def fits(self, dp_size: int) -> bool:
-        """Return whether the three agree, each at least 1."""
+        """Return whether the three sizes agree and are positive."""
         sizes_are_positive = min(self.train, self.micro, self.accumulation) > 0
         return sizes_are_positive and self.train == self.micro * self.accumulation * dp_size
 
 
 def complete(train: int | None, micro: int | None, accumulation: int | None, dp_size: int) -> Batch | None:
-    """Return the batch that DeepSpeed computes from the given sizes, which may not fit; None if too few are given.
+    """Return the batch that DeepSpeed computes from the given sizes, which may disagree; None if too few are given.
 
     Source: DeepSpeedConfig._set_batch_related_parameters.
     """
@@ -102,11 +102,11 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dp_
 def bubble(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> float:
     """Return the idle share of a pipeline step for p equal stages of v chunks and m micro-batches.
 
-    It is (p - 1) / (m + p - 1) for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush (arXiv 2104.04473,
-    section 2.2, which states it relative to the ideal time: (p - 1) / m). Chunks of any number divide that idle time by
-    v (the same section). Deferred weight gradients fill two thirds of it if forward, input gradients and weight
-    gradients take equally long (arXiv 2401.10241, section 3.1, for m >= p). Folded chunks leave a sixth, for m >= 2 p
-    (section 6).
+    For GPipe (arXiv 1811.06965, section 2.3) and 1F1B with a flush (arXiv 2104.04473, section 2.2) it is
+    (p - 1) / (m + p - 1); the latter states it relative to the ideal time, (p - 1) / m. Interleaving v chunks divides
+    the idle time by v (same section). Deferred weight gradients fill two thirds of it if forward, input gradients and
+    weight gradients take equally long (arXiv 2401.10241, section 3.1, for m >= p). Folded chunks leave a sixth, for
+    m >= 2 p (section 6).
     """
     chunks = model_chunks(num_stages, schedule, chunks_per_stage)
     waits = _waits(chunks, micro_batches, schedule)
@@ -116,14 +116,14 @@ def bubble(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_
 def bucket_elements(hidden: int) -> int:
     """Return the default number of gradient elements that ZeRO reduces at once: hidden size squared, within bounds.
 
-    There is a minimum, because each reduction, however small, costs the host some hundred operations. The maximum is
-    DeepSpeed's default; DeepSpeed allocates the whole bucket, which can be larger than a small model itself.
+    The minimum exists because each reduction, however small, costs the host some hundred operations. The maximum is
+    DeepSpeed's default. DeepSpeed allocates the whole bucket, which can be larger than a small model.
     """
     return min(max(hidden**2, LEAST_BUCKET), MOST_BUCKET)
 
 
 def left_waits(num_stages: int, micro_batches: int, schedule: str, chunks_per_stage: int | None = None) -> float:
-    """Return a schedule's idle time as a fraction of 1F1B's; 1 for a single stage, which never waits."""
+    """Return a schedule's idle time as a fraction of 1F1B's; 1 for a single stage, which never idles."""
     chunks = model_chunks(num_stages, schedule, chunks_per_stage)
     return (
         _waits(chunks, micro_batches, schedule) / (3 * chunks.per_stage * (num_stages - 1)) if num_stages > 1 else 1.0
@@ -131,7 +131,7 @@ def left_waits(num_stages: int, micro_batches: int, schedule: str, chunks_per_st
 
 
 def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
-    """Return the time that a stage waits in a step, in units of the forward pass of one chunk."""
+    """Return a stage's idle time per step, in units of the forward pass of one chunk."""
     return named(schedule).waits(chunks, micro_batches) if chunks.num_stages > 1 else 0
 
 
@@ -145,11 +145,11 @@ def idle(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_pe
 def pipeline_seconds(
     stages: Sequence[float], micro_batches: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None
 ) -> float:
-    """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each other one
-    costs the time of the slowest stage.
+    """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each further one
+    takes as long as the slowest stage.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-    section 2.2.1, extended to stages of unequal time. Schedules other than 1F1B leave only a share of the waits.
+    section 2.2.1, extended to stages of unequal time. Schedules other than 1F1B have only a fraction of the idle time.
 
     Args:
         stages: seconds of a forward and backward of one micro-batch, by stage.
@@ -159,7 +159,8 @@ def pipeline_seconds(
 
 
 def micro_batches_wanted(num_stages: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> int:
-    """Return the least number of micro-batches a step with which pipeline stages idle for at most `MOST_IDLE` of it."""
+    """Return the smallest number of micro-batches per step with which stages idle for at most `MOST_IDLE` of it."""
+    # 1F1B idles for (p - 1) / (m + p - 1) of a step: at most a fifth from m = 4 (p - 1) on. Other schedules idle less.
     least, enough = 0, 4 * (num_stages - 1)
     while enough - least > 1:
         middle = (least + enough) // 2

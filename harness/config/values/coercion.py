@@ -1,4 +1,4 @@
-"""Convert single values as DeepSpeed's pydantic sections do: "500" and 5e8 pass as integers, "yes" and 1 as booleans.
+"""Convert values like DeepSpeed's pydantic sections: "500" and 5e8 are integers, "yes" and 1 are booleans.
 
 Source: pydantic's conversion table, lax mode.
 """

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON of a run, as values; without the config check Python's own reader reads it."""
+"""The DeepSpeed JSON of a run as plain values; without the config check, Python's own reader reads it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from harness.errors import UserError, reason
 
 PRESETS = Path(__file__).resolve().parents[2] / "ds_configs"
 FROM_PROGRAM = "<config>"
-"""The path of a config that a program has handed over, and that is in no file."""
+"""The path of a config passed by a program instead of a file."""
 
 
 class ConfigFile(Protocol):
-    """A config as it was read: where it comes from, and its values."""
+    """A config as read: its origin and its values."""
 
     @property
     def path(self) -> str:
-        """The file; FROM_PROGRAM for values from a program, "" if nobody wrote them."""
+        """The file; FROM_PROGRAM for values from a program, "" for defaults."""
 
     @property
     def data(self) -> JsonObject:
@@ -39,7 +39,7 @@ class PlainConfig:
 
 
 def preset_file(source: str) -> Path | None:
-    """Return the file of a packaged preset; None if `source` is a path, or no such preset exists."""
+    """Return the file of a packaged preset; None if `source` is a path or not the name of a preset."""
     if not source or os.path.lexists(source) or os.sep in source:
         return None
     preset = PRESETS / f"{source.removesuffix('.json')}.json"
@@ -47,7 +47,7 @@ def preset_file(source: str) -> Path | None:
 
 
 def read_plain(config: str | Mapping[str, object], path: str = FROM_PROGRAM) -> PlainConfig:
-    """Read a config: a file, a preset by its name, or values of a program, which are from `path`. Raises UserError."""
+    """Read a config: a file, a preset by name, or values from a program, which get `path`. Raises UserError."""
     if isinstance(config, Mapping):
         return PlainConfig(path, json.loads(json.dumps(dict(config))))
     file = preset_file(config) or Path(config)

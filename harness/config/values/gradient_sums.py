@@ -1,4 +1,4 @@
-"""Which runs sum gradients in flat tensors of the harness, and how many gradients are then reduced at once."""
+"""Decide whether a run accumulates gradients in the harness's flat tensors, and the size of their buckets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ MOST_BUCKETS = 32  # of a large model
 
 
 def sums_flat(precision: str, zero_stage: int, *, offloads_states: bool, in_fp32: bool) -> bool:
-    """Return whether gradients are summed in flat tensors (`deepspeed/flat_optimizer.py`): bf16 below ZeRO-2, and
-    float32 at ZeRO-1. Otherwise plain torch, or an optimizer of DeepSpeed, sums them.
+    """Return whether gradients are accumulated in flat tensors (`deepspeed/flat_optimizer.py`): for bf16 below ZeRO-2,
+    and for float32 at ZeRO-1. Otherwise torch, or an optimizer of DeepSpeed, accumulates them.
 
     Args:
-        in_fp32: whether sums over micro-batches are in float32 (`grad_accum_dtype`); bf16 at ZeRO-1 may have others.
+        in_fp32: whether gradients are accumulated in float32 (`grad_accum_dtype`), which bf16 at ZeRO-1 may not do.
     """
     if offloads_states or precision == "fp16":
         return False

@@ -1,8 +1,8 @@
-"""Keys that have no effect in a run of the harness, and are not handed on to DeepSpeed.
+"""Keys that have no effect in a run of the harness and are not passed to DeepSpeed.
 
-The harness reads the data, cuts the model, builds the optimizer and writes the model itself, so keys for DeepSpeed's
-own ways of doing so have no effect. Some of them would break a run: `autotuning` ends it after a few steps,
-`hybrid_engine` replaces the engine.
+The harness itself reads the data, shards the model, builds the optimizer and writes the model, so DeepSpeed's own keys
+for these have no effect. Some would break a run: `autotuning` ends it after a few steps, `hybrid_engine` replaces the
+engine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from harness.optimizers import find
 
 _TABLE: JsonObject = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 IDLE: dict[str, str] = _TABLE["idle"]
-"""Keys without effect in the harness, each with the reason."""
+"""Key without effect in the harness -> the reason."""
 _ACCELERATED: list[str] = _TABLE["accelerated"]
-"""Switches that need kernels that DeepSpeed has only for accelerators."""
+"""Switches for kernels that DeepSpeed has only for accelerators."""
 ON_A_CPU = "run on an accelerator, or remove it"
-"""The remedy for what is `accelerated`."""
+"""The remedy for `accelerated` features."""
 _DROPPED: list[str] = _TABLE["dropped"]
 """Keys and sections that the harness does not pass on to DeepSpeed."""
 
@@ -42,7 +42,7 @@ def accelerated(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def without_idle(config: Mapping[str, object]) -> JsonObject:
-    """Return a copy without those keys that would break a run."""
+    """Return a copy without the keys that would break a run."""
     kept = copy.deepcopy(dict(config))
     for pointer in _DROPPED:
         parent, name = pointer.rsplit("/", 1)

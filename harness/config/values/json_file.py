@@ -1,8 +1,8 @@
-"""Read JSON that anybody may have written, in bounded time and memory.
+"""Read untrusted JSON in bounded time and memory.
 
-Files in the folder of a run or a checkpoint may have been edited, cut off or put there by others. A pipe or a device
-would block a reader forever, deep nesting overflows the stack of code that walks it, and an integer of hundreds of
-digits breaks arithmetic with floats. Each of these raises ValueError here, with a short message.
+Files in the folder of a run or a checkpoint may have been edited, truncated or put there by others. A pipe or a device
+would block a reader forever, deep nesting overflows the stack, and integers of hundreds of digits break arithmetic with
+floats. Each of these raises ValueError with a short message.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
     Raises OSError if it cannot be read, and ValueError if it is no regular file or has more than `most` bytes.
     """
     _require_regular(path.stat().st_mode)  # before opening it: opening alone makes some devices act
+    # Non-blocking, in case a pipe takes the file's place in the meantime.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         _require_regular(os.fstat(file.fileno()).st_mode)
         content = file.read(-1 if most is None else most + 1)
@@ -38,7 +39,7 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
 
 
 def require_regular_files(folder: Path) -> None:
-    """Raise UserError if a folder contains a pipe, a socket or a device, because reading it could block forever."""
+    """Raise UserError if a folder contains a pipe, a socket or a device, as reading it could block forever."""
     for path in sorted(folder.iterdir()):
         with suppress(OSError):  # a link to nowhere
             mode = path.stat().st_mode

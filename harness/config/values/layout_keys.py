@@ -1,4 +1,4 @@
-"""The keys that set a run's layout: their least values, and the names of partition methods."""
+"""The keys that set a run's layout, their smallest values, and the names of partition methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDUCTOR = "inductor"
 CHUNKS = "/pipeline/chunks_per_stage"
 TENSOR = "/tensor_parallel/autotp_size"
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
-"""Keys of the context-parallel size: the harness's own, and DeepSpeed's, which means the same."""
+"""Keys of the context-parallel size: the harness's own, and DeepSpeed's with the same meaning."""
 LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_forward", "/tiling/attention"
 """Number of tokens that the loss, feed-forward blocks and norms, or attention compute at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
@@ -29,7 +29,7 @@ EXPERT_ROUTING = (
 """Options of DeepSpeed's AutoEP that change what a mixture of experts computes; here the model's config decides."""
 EXPERT_PARTS = "expert_tensor_parallel_size"
 TOKEN_PIECES = "/expert_parallel/token_pieces"
-# sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
+# Sizes that the harness itself reads, with their smallest values: DeepSpeed accepts any value for them.
 LEAST = {
     "/pipeline/stages": 1,
     CHUNKS: 1,
@@ -45,7 +45,7 @@ LEAST = {
 
 
 def size_fault(pointer: str, value: object) -> tuple[str, str] | None:
-    """Return the fault of a size that the harness reads, and the remedy; None for other keys and for valid sizes."""
+    """Return (fault, remedy) of a size that the harness reads; None for other keys and for valid sizes."""
     least = LEAST.get(pointer)
     if least is None or value == AUTO:
         return None
@@ -61,7 +61,7 @@ def size_fault(pointer: str, value: object) -> tuple[str, str] | None:
 def expert_fault(ep_size: int, tp_size: int, dp_size: int | None) -> tuple[str, str] | None:
     """Return why whole experts cannot be distributed over `ep_size` ranks of a stage, and the remedy; None if they can.
 
-    `dp_size` is None if it is not known.
+    `dp_size` may be None (unknown).
     """
     neighbours, left_over = divmod(ep_size, tp_size)
     if ep_size == 1 or (not left_over and (dp_size is None or dp_size % neighbours == 0)):
@@ -77,7 +77,7 @@ def expert_fault(ep_size: int, tp_size: int, dp_size: int | None) -> tuple[str, 
 
 
 def partition_method(value: object) -> str | None:
-    """Return the method that `pipeline.partition` names; None if it names none. `best` is DeepSpeed's default."""
+    """Return the method named by `pipeline.partition`; None if it is invalid. `best` is DeepSpeed's default."""
     if value in (None, AUTO, "best"):
         return PARTITIONS[0]
     if not isinstance(value, str):
@@ -89,7 +89,7 @@ def partition_method(value: object) -> str | None:
 
 
 def schedule_name(value: object) -> str | None:
-    """Return the schedule that `pipeline.schedule` names; None if it names none."""
+    """Return the schedule named by `pipeline.schedule`; None if it is invalid."""
     if value in (None, AUTO):
         return DEFAULT
     return value.lower() if isinstance(value, str) and value.lower() in SCHEDULES else None

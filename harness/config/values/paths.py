@@ -1,4 +1,4 @@
-"""Paths that a user gives: the one place in which they are checked."""
+"""Check paths given by the user; no other module does."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ IMPOSSIBLE = {errno.ENAMETOOLONG: "it is too long", errno.ELOOP: "it is a loop o
 
 
 def usable_path(text: str) -> Path:
-    """Return a path, of a file that exists or not. ValueError, with the reason, if no file can have it.
+    """Return `text` as a path, which need not exist. Raises ValueError, with the reason, if no file can have it.
 
-    Paths must be UTF-8: libraries that get them, such as tokenizers, take no others.
+    Paths must be UTF-8: libraries that receive them, such as tokenizers, accept no others.
     """
     if "\0" in text:
         raise ValueError("it contains a NUL character")

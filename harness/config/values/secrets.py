@@ -1,6 +1,6 @@
-"""Keep passwords, API keys and tokens out of a run's files, because people share folders of results unchecked.
+"""Keep passwords, API keys and tokens out of a run's files, because people share result folders unchecked.
 
-They are recognised by the name of their key, by the values of environment variables, and by known forms of tokens.
+They are recognised by the names of their keys, by values of environment variables, and by known token formats.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _IN_TEXT = re.compile(
     re.IGNORECASE,
 )
 _MASKED = [
-    # the password of a URL, also of one that became a path and lost a slash; a long name alone is a token
+    # The password of a URL, also of one that became a path and lost a slash. A long user name alone is a token.
     re.compile(r"(?P<kept>:/{1,2}[^/\s:@]*:)[^/\s@]+(?=@)"),
     re.compile(r"(?P<kept>:/{1,2})[^/\s:@]{16,}(?=@)"),
-    # parameters of signed URLs and of connections to databases
+    # Parameters of signed URLs and of database connections.
     re.compile(rf"(?P<kept>[?&;](?:{_NAME}|[\w-]*(?:sig|signature|token|key))=)[^&;\s\"']+", re.IGNORECASE),
     re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{8,}"),
-    # forms of HuggingFace, GitHub, GitLab, OpenAI, Slack and AWS
+    # Formats of HuggingFace, GitHub, GitLab, OpenAI, Slack and AWS.
     re.compile(
         r"(?P<kept>\b)(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
         r"|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{16}\b)"
@@ -58,13 +58,13 @@ class Secrets:
 
     @classmethod
     def known(cls, *configs: Mapping[str, object]) -> Self:
-        """Return the secrets in this process's environment and in configs, found by names of variables and keys."""
+        """Return the secrets in this process's environment and in configs, by names of variables and keys."""
         found = {value for name, value in os.environ.items() if _VARIABLE.fullmatch(name) and name != "PWD"}
         found |= {password for value in os.environ.values() for password in _PASSWORD_OF_URL.findall(value)}
         return cls(frozenset(value for value in found.union(*map(_values, configs)) if len(value) >= SHORTEST))
 
     def without(self, content: Mapping[str, object]) -> JsonObject:
-        """Return a copy of a JSON object without keys that name a secret, and with secrets in texts and keys masked."""
+        """Return a copy of a JSON object without secret keys, and with secrets masked in texts and other keys."""
         return {
             self.masked(name) if isinstance(name, str) else name: self._clean(value)
             for name, value in content.items()
@@ -72,7 +72,8 @@ class Secrets:
         }
 
     def masked(self, text: str) -> str:
-        """Return a text with each secret in it replaced by `***`."""
+        """Return a text with every secret replaced by `***`."""
+        # The longest first: a secret may contain a shorter one.
         for value in sorted(self.values, key=len, reverse=True):
             text = text.replace(value, HIDDEN)
         for pattern in _MASKED:
@@ -90,14 +91,14 @@ class Secrets:
 
 
 def is_secret(name: object, value: object) -> bool:
-    """Return whether a key of a config names a secret and its value may be one; a switch, a number and null are not."""
+    """Return whether a key names a secret and its value may be one; switches, numbers and null are not secret."""
     return _KEY.fullmatch(str(name)) is not None and not (value is None or isinstance(value, bool | float))
 
 
 def hide_secrets(folder: Path) -> None:
-    """Remove secrets from the configs of a model, its adapters and its tokenizer that were written into a folder.
+    """Remove secrets from the configs of a model, its adapters and its tokenizer in a folder.
 
-    A model's directory may hold a `token` or an `api_key`, and an export of it is published.
+    A model's config may contain a `token` or an `api_key`, and exported models are published.
     """
     for path in filter(Path.is_file, (folder / name for name in CONFIGS)):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -106,9 +107,9 @@ def hide_secrets(folder: Path) -> None:
 
 
 def without_secret_texts(config: Mapping[str, object]) -> JsonObject:
-    """Return a model's config without texts under keys that name a secret, and with those of known forms masked.
+    """Return a model's config without texts under secret keys, and with known token formats masked.
 
-    Numbers stay, as a `label2id` may have a label `token`; and templates, which are programs.
+    Numbers stay, as `label2id` may have a label `token`, and so do templates, which are programs.
     """
     kept = {name: value for name, value in config.items() if isinstance(value, int) or not is_secret(name, value)}
     return {name: _without_texts(value, name) for name, value in kept.items()}
@@ -123,12 +124,12 @@ def _without_texts(value: object, name: str) -> object:
 
 
 def masked_by_name(text: str) -> str:
-    """Return a text (a line of a config or a command) with the values of keys that name a secret replaced by `***`."""
+    """Return a line of a config or a command with the values of secret keys replaced by `***`."""
     return _IN_TEXT.sub(rf"\g<name>{HIDDEN}", text)
 
 
 def _values(config: object, *, within: bool = False) -> Iterator[str]:
-    """Yield each text inside a key that names a secret; `within`: whether `config` is inside one."""
+    """Yield each text under a secret key; `within` says whether `config` itself is under one."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             yield from _values(value, within=within or is_secret(name, value))

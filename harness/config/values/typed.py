@@ -1,4 +1,4 @@
-"""Convert the value of a flag, from the command line, a config file or Python, to the type of its field."""
+"""Convert a flag's value from the command line, a config file or Python to the type of its field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def takes(hint: object, kind: type) -> bool:
 
 
 def typed(hint: object, value: object) -> object:
-    """Return a value converted to the type of `hint`. Raises ValueError, with a message, if that is not possible."""
+    """Return a value converted to the type `hint`. Raises ValueError, with a message, if that is impossible."""
     if isinstance(value, Enum):
         value = value.value
     is_word = takes(hint, bool) and takes(hint, str) and str(value).lower() not in TRUE + FALSE
@@ -48,7 +48,7 @@ def _words(value: object) -> list[object]:
 
 
 def _mapping(value: object) -> object:
-    """Return a mapping unchanged, a text with a JSON object as a dictionary, and any other text as a path."""
+    """Return a mapping as it is, a text with a JSON object as a dict, and any other text as a path."""
     if isinstance(value, Mapping):
         return value
     if not isinstance(value, str | os.PathLike):

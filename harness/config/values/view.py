@@ -1,4 +1,4 @@
-"""The settings that a run takes from its config and its arguments: sizes of the layout, precision, ZeRO stage."""
+"""The settings that a run takes from its config and arguments: layout sizes, precision, ZeRO stage."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from harness.schedules import DEFAULT, ModelChunks, model_chunks
 class ConfigView:
     """A config together with the arguments that override its layout.
 
-    A value that a run could not use reads as if it were absent: the rules of the config check refuse it.
+    An unusable value counts as absent here: the rules of the config check refuse it.
 
     Attributes:
         data: the config as plain values.
-        world_size: number of ranks; None if it is not known.
-        pp_override, tp_override, ep_override, cp_override: sizes of the layout from arguments.
+        world_size: number of ranks; None if unknown.
+        pp_override, tp_override, ep_override, cp_override: layout sizes from arguments.
     """
 
     data: Mapping[str, object]
@@ -59,13 +59,14 @@ class ConfigView:
         """Return the value at a pointer if it is a whole number of at least 1, else None."""
         value = self.get(pointer)
         number = whole(value)
-        if number is None and pointer == TENSOR:  # DeepSpeed reads this section leniently: "2" is a number
+        # DeepSpeed reads this section with pydantic, so "2" is a number.
+        if number is None and pointer == TENSOR:
             number = as_int(value)
         return number if number is not None and number > 0 else None
 
     @cached_property
     def zero_stage(self) -> int | None:
-        """The ZeRO stage that DeepSpeed will run; None if it is not known."""
+        """The ZeRO stage that DeepSpeed will run; None if unknown."""
         zero = self.section("/zero_optimization")
         if "stage" not in zero:
             return int(self.get("/zero_optimization") is True)
@@ -89,7 +90,7 @@ class ConfigView:
 
     @cached_property
     def sequence_parallel(self) -> bool:
-        """Whether tensor-parallel ranks share the sequence between the blocks of a layer."""
+        """Whether tensor-parallel ranks split the sequence between the blocks of a layer."""
         return self.tp_size > 1 and self.on("/tensor_parallel/sequence_parallel")
 
     @property
@@ -116,7 +117,7 @@ class ConfigView:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether ZeRO-2 reduces gradients once a step, and not in each micro-batch."""
+        """Whether ZeRO-2 reduces gradients once per step instead of in each micro-batch."""
         return self.zero_stage == 2 and self.get(ONE_REDUCTION) is True
 
     @cached_property
@@ -132,23 +133,23 @@ class ConfigView:
 
     @cached_property
     def cp_size(self) -> int:
-        """Number of data-parallel ranks that share each sequence, from the config or an argument."""
+        """Number of data-parallel ranks over which each sequence is split, from the config or an argument."""
         return self.cp_override or self.size(CONTEXT) or self.size(DEEPSPEED_CONTEXT) or 1
 
     @cached_property
     def dp_size(self) -> int | None:
-        """Number of data-parallel ranks, including context ranks; None if the ranks are unknown or do not fit."""
+        """Number of data-parallel ranks, including context ranks; None if the world size is unknown or does not fit."""
         cut = self.pp_size * self.tp_size
         return None if self.world_size is None or self.world_size % cut else self.world_size // cut
 
     @cached_property
     def batch_ranks(self) -> int | None:
-        """Number of data-parallel ranks that read different samples; None if the ranks are unknown or do not fit."""
+        """Number of data-parallel ranks that read different samples; None if `dp_size` is None or does not fit."""
         return None if self.dp_size is None or self.dp_size % self.cp_size else self.dp_size // self.cp_size
 
     @cached_property
     def precision(self) -> str:
-        """fp32, bf16 or fp16, as far as the file sets it."""
+        """fp32, bf16 or fp16, by the file."""
         if self.on(f"/{self.bf16_section}/enabled"):
             return "bf16"
         return "fp16" if self.on("/fp16/enabled") else "fp32"
