@@ -35,8 +35,8 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
         lost = broadcast_object(all_or_none(lambda: _lost(region, ranks) if rank == 0 else []))
         if lost:
             raise UserError(
-                f"what {spell_ranks(lost)} wrote is not in the file: the file system loses what several ranks write to "
-                "one file: use another one"
+                f"the values of {spell_ranks(lost)} are missing from the file: the file system loses concurrent writes "
+                "of several ranks to one file: use another one"
             )
         all_or_none(lambda: _rename(folder) if rank == 0 else None)
     except UserError as error:

@@ -252,8 +252,8 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
             f"part ({text.model_type}) alone, so it cannot be trained here"
         )
     warn(
-        f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained; the rest of it stays "
-        "as it is"
+        f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained; its other parts stay "
+        "unchanged"
     )
     text = copy.deepcopy(text)
     if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some configs leave it to their parts

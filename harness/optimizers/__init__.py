@@ -1,4 +1,4 @@
-"""Optimizers: a module for each family, whose records say all that differs between them. Imports no torch."""
+"""Optimizers: one module per family, with records of everything that differs between them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ _ANY_CASE = {each.name.lower(): each for each in OPTIMIZERS.values() if each.sou
 
 
 def find(name: str) -> OptimizerType | None:
-    """Return the optimizer that a config names; None for a name that nobody knows."""
+    """Return the optimizer named by a config; None for an unknown name."""
     return _ANY_CASE.get(name.lower()) or OPTIMIZERS.get(name)

@@ -1,4 +1,4 @@
-"""An optimizer that a config can name: its classes, their options, and the state that it keeps."""
+"""An optimizer that a config can name: its classes, their options and its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Range: TypeAlias = Literal[
     "two_not_negative",
     "two_positive",
 ]
-"""The values that an option may have, as the config check knows them."""
+"""The valid values of an option, by name in the config check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class OptimizerClass:
 
     Attributes:
         path: its module and name.
-        options: arguments of its constructor besides the parameters; None if they are not known.
+        options: arguments of its constructor besides the parameters; None if unknown.
         compiled: whether DeepSpeed compiles it when it is first used.
         on_cpu: whether it can update weights in the host's memory.
         set_by_engine: options that DeepSpeed's engine sets itself.
-        refused: options that the constructor accepts, but refuses if they are true.
+        refused: options that the constructor accepts only if they are false.
     """
 
     path: str
@@ -52,32 +52,32 @@ class OptimizerType:
 
     Attributes:
         name: value of `optimizer.type`.
-        source: who knows the name. DeepSpeed ignores the case of its own names; those of torch are classes of
-            torch.optim; of the others only a run of the harness knows.
+        source: where the name is defined. DeepSpeed ignores the case of its own names; torch's are classes of
+            torch.optim; the harness's are known only in its runs.
         device: the class that updates weights on the run's device.
-        host: the class that DeepSpeed uses instead if the optimizer state is offloaded; None for the same.
+        host: the class that DeepSpeed uses instead if optimizer states are offloaded; None for the same class.
         torch: torch's class that DeepSpeed builds instead if the option `torch_adam` is true.
-        coupled: torch's class if `adam_w_mode` is false too: weight decay is added to the gradient.
-        made_by: "module:function" of what makes the optimizer in a run of the harness. It is called with the parameter
-            groups, the options, and the names of all parameters. "": DeepSpeed makes it, or the class itself, for a
-            name that only the harness knows. A text, because the function imports torch, and this module must not.
+        coupled: torch's class if `adam_w_mode` is false too, with weight decay added to the gradient.
+        made_by: "module:function" that makes the optimizer in a run of the harness, called with the parameter groups,
+            the options, and the names of all parameters. If "", DeepSpeed makes it, or the class itself for a name of
+            the harness. A text, because the function imports torch, and this module must not.
         engine_options: options that DeepSpeed's engine reads and does not pass to the class.
         ranges: option -> valid values, for options that not every optimizer has.
-        flags: value of --optim that means this optimizer -> the options that take a run's arguments.
-        family: optimizers of one family keep the same state, so that one continues from a checkpoint of another;
-            "": none but itself.
-        states: number of values that it keeps for each weight.
-        other_states: number of them for a weight outside the decoder layers' matrices; None for `states`.
-        state_bytes: bytes of such a value, unless the config keeps states in 16 bits.
-        more_states: options that each add a value if they are on.
+        flags: value of --optim that selects this optimizer -> the options that take a run's arguments.
+        family: optimizers of one family have the same states, so that one can resume from a checkpoint of another; ""
+            for a family of its own.
+        states: number of state values per weight.
+        other_states: number of state values per weight outside the decoder layers' matrices; None for `states`.
+        state_bytes: bytes of a state value, unless the config keeps states in 16 bits.
+        more_states: options that each add a state value if they are on.
         tested_with_zero: whether it is accepted under ZeRO without `zero_allow_untested_optimizer`.
-        elementwise: whether each weight is updated by itself.
+        elementwise: whether each weight is updated independently.
         sets_groups: whether DeepSpeed makes several parameter groups for it, each with its own options.
-        package: the package that has the class, if DeepSpeed does not install it.
-        succeeds: names of removed optimizers of DeepSpeed that this one replaces, in lower case.
-        cannot_train: why no run can use it; "" if it can.
-        trial: options with which `ds-harness verify` tries it on a tiny model; `lr` is a factor of the default
-            optimizer's rate, so that all of them move the weights equally far. None: the default is tried instead.
+        package: the package with the class, if DeepSpeed does not install it.
+        succeeds: names of DeepSpeed's removed optimizers that this one replaces, in lower case.
+        cannot_train: why no run can use it; "" if one can.
+        trial: options with which `ds-harness verify` tries it on a tiny model; `lr` is relative to the default
+            optimizer's, so that all optimizers move the weights equally far. None to try the default instead.
     """
 
     name: str
@@ -110,7 +110,7 @@ class OptimizerType:
 
         Args:
             options: `optimizer.params`.
-            offloaded: whether the optimizer state is offloaded to the host.
+            offloaded: whether optimizer states are offloaded to the host.
             by_torch: whether `torch_adam` is on.
         """
         if by_torch and self.coupled is not None and not options.get("adam_w_mode", True):
@@ -124,9 +124,9 @@ class OptimizerType:
         return self.torch is not None or self.class_of({}, offloaded=offloaded).on_cpu
 
     def states_of(self, options: Mapping[str, object]) -> int:
-        """Return how many values it keeps for each weight of a matrix, with these options."""
+        """Return the number of state values per weight of a matrix, with these options."""
         return self.states + sum(bool(options.get(name)) for name in self.more_states)
 
     def shares_state_with(self, other: OptimizerType) -> bool:
-        """Return whether it can continue from the state of `other`."""
+        """Return whether it can resume from the states of `other`."""
         return self.name == other.name or (self.family == other.family != "")

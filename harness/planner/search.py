@@ -135,7 +135,7 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
             elif heads is not None and not heads.fit(tensor):
                 yield f"tensor-parallel ranks do not fit {counted(layer.heads, 'attention head')}"
             elif task.global_batch % data and not _context_sizes(task, Strategy(tp_size=tensor, dp_size=data)):
-                yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"
+                yield f"a global batch of {task.global_batch} is not a multiple of the data-parallel ranks"
             else:
                 partition = "type:DecoderLayer" if task.workload.habits.equal_stages else "balanced"
                 base = Strategy(

@@ -1,4 +1,4 @@
-"""Pipeline schedules: a module each, whose `SCHEDULE` says all that differs between them. Imports no torch."""
+"""Pipeline schedules: one module each, with everything specific in its `SCHEDULE`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "named",
 ]
 
-_DEFAULT_CHUNKS = 2  # of a schedule that leaves their number open
+_DEFAULT_CHUNKS = 2  # per stage, for a schedule that leaves their number open
 
 
 def _found() -> Iterator[PipelineSchedule]:
@@ -35,23 +35,23 @@ def _found() -> Iterator[PipelineSchedule]:
 SCHEDULES: Mapping[str, PipelineSchedule] = {
     each.name: each for each in sorted(_found(), key=lambda each: (each.chunks != 1, each.paper))
 }
-"""All schedules by name: those of one model chunk a stage first, each group by the date of its paper."""
+"""All schedules by name: schedules with one model chunk per stage first, then by the date of the paper."""
 DEFAULT = next(iter(SCHEDULES))
 """DeepSpeed's own schedule."""
 INTERLEAVED = next(each.name for each in SCHEDULES.values() if each.chunks is None)
-"""The schedule of any number of model chunks a stage."""
+"""The schedule for any number of model chunks per stage."""
 
 
 def named(name: str) -> PipelineSchedule:
-    """Return a schedule by its name; DeepSpeed's own for a name that is unknown."""
+    """Return a schedule by name; DeepSpeed's own for an unknown name."""
     return SCHEDULES.get(name, SCHEDULES[DEFAULT])
 
 
 def model_chunks(num_stages: int, schedule: str, chunks_per_stage: int | None = None) -> ModelChunks:
-    """Return the chunks into which a schedule cuts the model.
+    """Return the model chunks of a schedule.
 
     Args:
-        chunks_per_stage: chunks of a stage (`pipeline.chunks_per_stage`), for a schedule that leaves their number open.
+        chunks_per_stage: chunks per stage (`pipeline.chunks_per_stage`), for a schedule that leaves their number open.
     """
     if num_stages == 1:
         return ModelChunks(1)

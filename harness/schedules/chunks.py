@@ -1,4 +1,4 @@
-"""Model chunks (virtual stages): which stage of a pipeline has which consecutive layers."""
+"""Model chunks (virtual stages): the assignment of consecutive layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class ModelChunks:
-    """The model chunks in the order of their layers, and the stage of each.
+    """The model chunks in layer order, and the stage of each.
 
-    Chunks are assigned to the p stages in turn: stage 0 has chunks 0, p, 2 p, ... If they are folded, every other round
-    runs backwards: with two rounds stage 0 has the first and the last chunk.
+    Chunks are assigned to the p stages in turn: stage 0 has chunks 0, p, 2 p, ... If folded, every other round runs
+    backwards: with two rounds, stage 0 has the first and the last chunk.
 
     Attributes:
         num_stages: number of pipeline stages.
-        per_stage: chunks that a stage has.
+        per_stage: number of chunks per stage.
         folded: whether every other round runs backwards.
     """
 
@@ -30,7 +30,7 @@ class ModelChunks:
 
     @property
     def loss_stage(self) -> int:
-        """The stage that has the last chunk, and computes the loss."""
+        """The stage with the last chunk, which computes the loss."""
         return self.stage_of(self.count - 1)
 
     def stage_of(self, chunk: int) -> int:
@@ -39,5 +39,5 @@ class ModelChunks:
         return self.num_stages - 1 - position if self.folded and round_ % 2 else position
 
     def of_stage(self, stage: int) -> list[int]:
-        """Return the chunks of a stage, in the order of their layers."""
+        """Return the chunks of a stage in layer order."""
         return [chunk for chunk in range(self.count) if self.stage_of(chunk) == stage]

@@ -1,4 +1,4 @@
-"""A pipeline schedule: the order in which each stage computes, its idle time and its memory."""
+"""A pipeline schedule: the order of passes on each stage, idle time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.schedules.chunks import ModelChunks
 
 
 class Kind(Enum):
-    """What a stage computes for a micro-batch."""
+    """A kind of pass: what a stage computes for a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B+W"  # the gradients of inputs and weights together
@@ -39,16 +39,16 @@ class PipelineSchedule:
         name: value of `pipeline.schedule`.
         paper: number of the arXiv paper that describes it; schedules are listed in this order.
         order: the passes of a stage.
-        waits: called with the model chunks (of 2 stages or more) and the number of micro-batches; returns the time that
-            a stage waits in a step, in units of the forward pass of one chunk. Input gradients and weight gradients
-            take one unit each.
-        in_flight: called as `order` is; returns the largest number of micro-batches whose activations the stage holds
-            at once. One chunk's activations count as their fraction of a stage.
-        chunks: number of model chunks of each stage; None: the config chooses it.
+        waits: returns a stage's idle time per step, given the model chunks (of 2 stages or more) and the number of
+            micro-batches, in units of the forward pass of one chunk. Input gradients and weight gradients take one unit
+            each.
+        in_flight: returns the peak number of micro-batches whose activations a stage holds, with the arguments of
+            `order`. The activations of one chunk count as their fraction of a stage.
+        chunks: number of model chunks per stage; None if the config chooses it.
         folded: whether every other round of chunks runs backwards through the stages.
-        defers: whether weight gradients may be computed last of all.
+        defers: whether weight gradients may be computed at the very end.
         defers_by_stage: whether stage s keeps the operands of weight gradients for s micro-batches.
-        predicted_as: name of the schedule whose memory and time it has, but for the number of chunks; "" for its own.
+        predicted_as: name of the schedule with the same memory and time, except for the number of chunks; "" for none.
     """
 
     name: str

@@ -76,7 +76,7 @@ def test_the_text_decoder_of_a_model_of_several_parts_is_trained_alone(family: s
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[outer](text_config=text, vision_config=image))
     model.float().eval().save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="model is trained; the rest of it stays"):
+    with pytest.warns(UserWarning, match="model is trained; its other parts stay"):
         source = read_source(str(tmp_path))
     assert source.config.model_type == family
     value: Any = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(1))

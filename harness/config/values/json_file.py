@@ -24,7 +24,7 @@ MOST_DIGITS = 100  # transformers writes an integer of 31 for "no limit"
 def regular_bytes(path: Path, most: int | None = None) -> bytes:
     """Return the content of a regular file.
 
-    Raises OSError if it cannot be read, and ValueError if it is no regular file or has more than `most` bytes.
+    Raises OSError if it cannot be read, and ValueError if it is not a regular file or has more than `most` bytes.
     """
     _require_regular(path.stat().st_mode)  # before opening it: opening alone makes some devices act
     # Non-blocking, in case a pipe takes the file's place in the meantime.

@@ -68,7 +68,7 @@ def expert_fault(ep_size: int, tp_size: int, dp_size: int | None) -> tuple[str, 
         return None
     ranks = f"tensor-parallel size {tp_size}"
     if dp_size is None:
-        return f"expert-parallel size {ep_size} is no multiple of {ranks}", f"set autoep_size to 1 or {tp_size}"
+        return f"expert-parallel size {ep_size} is not a multiple of {ranks}", f"set autoep_size to 1 or {tp_size}"
     fits = [tp_size * size for size in range(1, dp_size + 1) if dp_size % size == 0 and tp_size * size > 1]
     return (
         f"expert-parallel size {ep_size} does not fit {ranks} x data-parallel size {dp_size}",

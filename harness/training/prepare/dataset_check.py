@@ -76,7 +76,7 @@ class DatasetCheck:
                 require_one_shape(dataset, self.collator, size)
             if not self.own_loss and meaning_of(batch) == SHIFTED:
                 raise UserError(
-                    "the labels of a data set are shifted already: label i is token i + 1. The loss shifts them: "
+                    "the labels of a data set are already shifted: label i is token i + 1. The loss shifts them: "
                     "give the tokens as labels, with -100 for those that are not in the loss, or no labels"
                 )
             tokens, resolved, layout = Tokens.of(batch[0]), self.spec.resolved, self.groups.layout

@@ -379,7 +379,7 @@ def _require_evaluation(args: TrainingArguments, given: UserData) -> None:
     """Raise UserError for evaluations without data, and for rollbacks without complete checkpoints."""
     if args.evaluates and given.eval_dataset is None:
         flags = f"--eval_steps {args.eval_steps}" if args.eval_steps else f"--eval_strategy {args.eval_strategy}"
-        raise UserError(f"{flags}: there is no eval_dataset: give one")
+        raise UserError(f"{flags}: needs an eval_dataset: give one")
     if args.early_stopping_patience or args.load_best_model_at_end or args.save_strategy == "best":
         require_metric_of_one(args, given.eval_dataset)
     if args.save_only_model and args.nonfinite == "rollback":

@@ -360,8 +360,8 @@ def trainable_layers(
         raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
     wrong = next((layer for layer in layers if not callable(layer) and not isinstance(layer, LayerSpec)), layers)
     if not layers or wrong is not layers:
-        what = "there is none" if not layers else f"one is a {type(wrong).__name__}"
-        raise UserError(f"a model in layers is a list of modules, LayerSpecs and functions, but {what}")
+        what = "is empty" if not layers else f"contains a {type(wrong).__name__}"
+        raise UserError(f"a model given as layers is a list of modules, LayerSpecs and functions, but this one {what}")
     counted = [_on_meta(layer) for layer in layers]
     return TrainableModel(
         layers=list(layers),

@@ -50,4 +50,4 @@ def test_a_file_system_that_loses_what_a_rank_writes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpenFiles, "write", lambda *_: None)
-    assert "what rank 0 wrote is not in the file" in refused(tmp_path)
+    assert "the values of rank 0 are missing from the file" in refused(tmp_path)

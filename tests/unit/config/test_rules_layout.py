@@ -198,7 +198,7 @@ def test_experts_are_spread_over_tensor_parallel_ranks(
     words = ""
     if shown:
         expert, tensor = shown
-        words = f"expert-parallel size {expert} is no multiple of tensor-parallel size {tensor}; "
+        words = f"expert-parallel size {expert} is not a multiple of tensor-parallel size {tensor}; "
         words += f"set autoep_size to 1 or {tensor}"
         if "world_size" in options:
             words = f"expert-parallel size {expert} does not fit tensor-parallel size {tensor} x data-parallel size 6; "

@@ -131,7 +131,7 @@ def test_the_whole_model_comes_out_of_training_its_text_decoder(
     args = TrainingArguments(
         output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=2, save_steps=2, learning_rate=1e-2
     )
-    with pytest.warns(UserWarning, match=r"only the text decoder .* is trained; the rest of it stays as it is"):
+    with pytest.warns(UserWarning, match=r"only the text decoder .* is trained; its other parts stay unchanged"):
         trainer = Trainer(str(base), args, rows)
     trainer.train()
     text = trainer.trained_model()

@@ -70,7 +70,7 @@ def test_every_layout_has_all_ranks_and_the_whole_batch(world_size: int, batch: 
         pytest.param(task(8), "more pipeline stages than decoder layers", id="stages"),
         pytest.param(task(5), "tensor-parallel ranks do not fit 4 attention heads", id="heads"),
         pytest.param(
-            task(2, global_batch=3), "a global batch of 3 is no multiple of the data-parallel ranks", id="batch"
+            task(2, global_batch=3), "a global batch of 3 is not a multiple of the data-parallel ranks", id="batch"
         ),
         pytest.param(replace(task(2), no_tensor="it has no plan"), "it has no plan", id="plan"),
     ],

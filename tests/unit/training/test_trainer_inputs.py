@@ -55,7 +55,7 @@ def test_labels_that_are_shifted_already_are_not_shifted_again(
     masked = [{"input_ids": ids, "labels": [-100] * 3 + [*ids[4:], -100]} for ids in IDS]
     closed = [{"input_ids": [*ids, 0, 0], "labels": [*ids[1:], 7, -100, -100]} for ids in IDS]  # padded at the right
     for data, evaluation in ((NEXT, None), (masked, None), (learnt, NEXT), (closed, None)):
-        assert "are shifted already: label i is token i + 1" in refused(
+        assert "are already shifted: label i is token i + 1" in refused(
             lambda: make("tiny-llama", data, evaluation, loss_fn=None)  # noqa: B023
         )
     capsys.readouterr()
@@ -70,9 +70,9 @@ def test_labels_that_are_shifted_already_are_not_shifted_again(
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        pytest.param([None], "modules, LayerSpecs and functions, but one is a NoneType", id="none"),
-        pytest.param([nn.Linear(2, 1), "relu"], "but one is a str", id="a-name"),
-        pytest.param(nn.Sequential(), "but there is none", id="no-layer"),
+        pytest.param([None], "modules, LayerSpecs and functions, but this one contains a NoneType", id="none"),
+        pytest.param([nn.Linear(2, 1), "relu"], "but this one contains a str", id="a-name"),
+        pytest.param(nn.Sequential(), "but this one is empty", id="no-layer"),
         pytest.param([torch.tanh], "the model has nothing to train: each of its parameters is frozen", id="functions"),
         pytest.param([nn.Linear(2, 1).requires_grad_(False)], "the model has nothing to train", id="frozen"),
         pytest.param(3, "a int is not a model: give a HuggingFace decoder", id="a-number"),
@@ -102,7 +102,7 @@ def test_a_model_that_is_none(model: Any, words: str, make: Callable[..., Traine
         pytest.param({"callbacks": [3]}, "callback 3 has no on_train_begin: derive its class", id="a-number-called"),
         pytest.param({"optimizers": ()}, "optimizers is not a pair: give (optimizer, scheduler)", id="optimizers"),
         pytest.param({"eval_datset": []}, "Trainer takes no eval_datset: did you mean eval_dataset?", id="misspelt"),
-        pytest.param({"eval_steps": 1}, "--eval_steps 1: there is no eval_dataset: give one", id="no-evaluation-data"),
+        pytest.param({"eval_steps": 1}, "--eval_steps 1: needs an eval_dataset: give one", id="no-evaluation-data"),
     ],
 )
 def test_a_keyword_that_cannot_be_used(given: dict[str, Any], words: str, make: Callable[..., Trainer]) -> None:
