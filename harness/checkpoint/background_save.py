@@ -71,7 +71,8 @@ class KeptBuffer:
         ]
         if on_device:
             _fill(copies, tensors)
-            get_accelerator().synchronize()  # the copies are asynchronous; the next step changes their sources
+            # The copies are asynchronous, and the next step changes their sources.
+            get_accelerator().synchronize()
         else:
             other_half = helper.submit(_fill, copies[1::2], tensors[1::2])
             _fill(copies[::2], tensors[::2])

@@ -83,7 +83,8 @@ def _inside(name: str) -> str:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= 2**80:  # an edited file could contain a million digits
+    # An edited file may contain a number of a million digits.
+    if type(value) is not int or not 0 <= value <= 2**80:
         raise ValueError(f"{value!r} is not a count")
     return value
 
@@ -94,7 +95,8 @@ def checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
             at += count
-            if hasattr(os, "posix_fadvise"):  # read the next chunk from the disk while this one is hashed
+            # The system reads the next chunk from disk while this one is hashed.
+            if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), at, CHUNK, os.POSIX_FADV_WILLNEED)
             total.update(memoryview(chunk)[:count])
     return total.hexdigest()
@@ -194,7 +196,8 @@ def read_progress(checkpoint: Path) -> TrainingProgress:
     path = checkpoint / STATE
     try:
         stated = read_json(path)
-        known = {item.name for item in fields(TrainingProgress)}  # a later version may have written more fields
+        # A later version may have written fields that this one does not know.
+        known = {item.name for item in fields(TrainingProgress)}
         progress = TrainingProgress(**{name: value for name, value in stated.items() if name in known})
         _require_types(progress)
         return progress

@@ -174,7 +174,8 @@ def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = Fals
     if wanted is not None:
         if reason := damage(Path(wanted)):
             raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there ({reason})")
-        if Path(wanted).resolve().parent == output_dir.resolve():  # this run itself, which goes on in its directory
+        # A checkpoint in `output_dir` is of this run itself, which continues there and overwrites nothing.
+        if Path(wanted).resolve().parent == output_dir.resolve():
             return Path(wanted)
     if not overwrites:
         require_unused(output_dir)

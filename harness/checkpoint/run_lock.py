@@ -97,6 +97,7 @@ def _content() -> str:
 
 
 def _try_to_lock(directory: Path) -> bool:
+    # A lock that this process still holds is on a deleted file: release it, and lock the new one.
     unlock_directory(directory)
     descriptor = open_no_link(directory / LOCK, os.O_RDWR | os.O_CREAT)
     try:
@@ -106,6 +107,7 @@ def _try_to_lock(directory: Path) -> bool:
         return False
     except OSError:
         pass  # a file system without locks: rely on the name in the file, see `_is_held`
+    # Left open: closing the file would release the lock.
     HELD[directory] = descriptor
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)

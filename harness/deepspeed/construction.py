@@ -32,6 +32,7 @@ class ConstructedEngine(DeepSpeedEngine):
 
     def _configure_zero_optimizer(self, optimizer: Optimizer) -> EngineOptimizer:
         plain = self.zero_optimization_stage() == 1 and self.get_data_types() == (torch.float32, torch.float32)
+        # FlatOptimizer has neither offloading nor ZenFlow, and `StagedEngine` always computes the norm.
         if plain and not self.zero_cpu_offload() and not self.zenflow and self.zero_compute_grad_norm():
             return self._flat_optimizer(optimizer, torch.float32)
         return super()._configure_zero_optimizer(optimizer)

@@ -115,12 +115,15 @@ class FlatOptimizer(BF16_Optimizer):
         flat, own = self.fp32_groups_gradients_flat[group], self.fp32_groups_gradient_flat_partition[group]
         how, ranks = self._averaging, self.real_dp_process_group[group]
         if dist.get_world_size(ranks) == 1:  # nothing is sent, and nothing rounded
-            if how.ranks > 1:  # experts without copies: their gradients too are means over all data ranks
+            # Experts without copies: like all gradients, theirs are means over all data-parallel ranks.
+            if how.ranks > 1:
                 own.mul_(1.0 / how.ranks)
             return lambda: None
         sent = flat if how.dtype in (None, flat.dtype) else flat.to(how.dtype)
         if how.before != 1.0:
-            sent.mul_(how.before)  # perhaps the sums themselves, of which only this rank's slice is read again
+            # This may change the sums themselves, of which only this rank's slice is read again, and replaced by the
+            # means.
+            sent.mul_(how.before)
         received = torch.empty_like(own, dtype=sent.dtype)
         work = comm.reduce_scatter_tensor(received, sent, group=ranks, async_op=True)
 

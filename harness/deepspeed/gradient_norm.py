@@ -31,7 +31,8 @@ def global_norm(
     if over is not None:
         dist.all_reduce(total, group=over)
     if not divided:
-        total = total + square_sum(dense, device)  # replicated: a sum over data ranks would count it several times
+        # Only after the sum over data-parallel ranks, which would count replicated gradients several times.
+        total = total + square_sum(dense, device)
     # Within each stage first, so that its tensor-parallel ranks contribute the same value to the sum over stages.
     for group in (groups.tp_group, groups.pp_group):
         if group is not None:

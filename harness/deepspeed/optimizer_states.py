@@ -205,7 +205,8 @@ def copy_to_model_parameters(optimizer: EngineOptimizer) -> None:
     All ranks must call it, as ZeRO gathers the parameters. Does nothing if the optimizer updates parameters directly.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        optimizer.empty_partition_cache()  # an evaluation leaves parameters gathered, with the old values
+        # An evaluation leaves parameters gathered: they would keep the old values.
+        optimizer.empty_partition_cache()
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if optimizer.persistent_parameters:  # kept whole on every rank

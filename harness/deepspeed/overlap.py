@@ -81,6 +81,7 @@ class OverlappedMeans:
         self._under_way.clear()
         self._missing = {}
         if overlaps:
+            # Asked only now, because the first step finds out which gradients are partial.
             if self._late is None:
                 ids = set(map(id, late()))
                 groups = enumerate(self._optimizer.bf16_groups)

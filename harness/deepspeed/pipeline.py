@@ -81,7 +81,8 @@ class GivenStages(PipelineModule):
     def __init__(
         self, layers: Sequence[Layer], builder: StageBuilder, topology: ProcessTopology, **options: object
     ) -> None:
-        self.__dict__["_builder"] = builder  # DeepSpeed's constructor needs it before it sets up nn.Module
+        # Not as an attribute: DeepSpeed's constructor needs it before nn.Module is initialised.
+        self.__dict__["_builder"] = builder
         super().__init__(layers, topology=topology, **options)
         # Only after the constructor, which broadcasts the initial values of all tied weights. Frozen ones need them,
         # too, but have no gradient to sum.
@@ -111,7 +112,8 @@ class GivenStages(PipelineModule):
     def stage_owner(self, layer_idx: int) -> int:
         return self._chunks.stage_of(bisect_right(self.parts, layer_idx) - 1)
 
-    @torch.no_grad()  # else each backward through a tied weight warns that a broadcast is not differentiable
+    # Otherwise torch would record the broadcast, and warn in each backward through a tied weight.
+    @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
 

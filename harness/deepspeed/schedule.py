@@ -220,7 +220,8 @@ class ScheduledEngine(PipelineEngine):
     total_loss: Tensor | None
     total_additional_losses: dict[str, Tensor] | None
     pipe_partition_input_meta_cache: Tensor | None
-    _speaks_of_chunks = False  # DeepSpeed's constructor talks to neighbouring stages by their stage numbers
+    # Off during DeepSpeed's constructor, which communicates with neighbouring stages by their stage numbers.
+    _speaks_of_chunks = False
 
     def __init__(self, schedule: Schedule, **of_deepspeed: object) -> None:
         super().__init__(**of_deepspeed)
@@ -298,7 +299,8 @@ class ScheduledEngine(PipelineEngine):
         labels = self.pipe_buffers["labels"][buffer_id] if ends_here else None
         inputs = self._inputs_of(buffer_id)
         if isinstance(self.optimizer, ZeROOptimizer):
-            self.optimizer.clear_backward_seen_flag()  # a new micro-batch, and not a recomputed layer of the last one
+            # This is a new micro-batch, not the recomputation of a layer during a backward pass.
+            self.optimizer.clear_backward_seen_flag()
         loss_fn.expect(labels)  # with tiling the last layer computes the loss of each tile
         with autocast_if_enabled(self):  # the config's `torch_autocast`
             outputs = self.module(inputs)  # DeepSpeed's hooks around it cast inputs to fp16, and time and profile it
@@ -313,7 +315,8 @@ class ScheduledEngine(PipelineEngine):
             # this one's backward pass
             self._losses[buffer_id] = loss
             self._add_losses(loss.detach())
-            outputs = None  # else the logits stay in memory until those of a later micro-batch replace them
+            # Otherwise the logits would stay in memory until those of a later micro-batch replace them.
+            outputs = None
         elif self.is_pipe_partitioned:
             outputs = self._part_of(outputs, buffer_id)
         self.pipe_buffers["outputs"][buffer_id] = outputs
@@ -349,7 +352,8 @@ class ScheduledEngine(PipelineEngine):
         first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         assert not any(other.requires_grad for other in others), "the next stage returns one gradient"
         part = PartitionedTensor(tensor=first, group=self.grid.get_slice_parallel_group())
-        first.data = torch.zeros(1, device=first.device)  # its memory is free, but the graph behind it stays
+        # Frees the memory of the whole tensor but keeps its graph, through which the backward pass runs.
+        first.data = torch.zeros(1, device=first.device)
         self.pipe_buffers["output_tensors"][buffer_id] = first
         return part.to_meta(), part.data(), *others
 

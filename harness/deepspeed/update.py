@@ -218,7 +218,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if self.means is not None:
             self.means.finish()  # a reduce_scatter of each parameter group, unless already begun
         elif isinstance(self.optimizer, DividedOptimizer):
-            super()._exec_reduce_grads()  # averages unless compression has, and keeps this rank's partition
+            # DeepSpeed averages, unless compression has, and keeps this rank's partition.
+            super()._exec_reduce_grads()
         elif self.parts.compression is None and self.parts.groups.dp_group is not None:
             super()._exec_reduce_grads()  # an all_reduce of all gradients, in buckets
         # Otherwise there is one data-parallel rank, or compression has averaged. DeepSpeed would still copy all
@@ -421,7 +422,9 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
         self.asks_once = skips_nonfinite and not self.cpu_offload and self.compute_grad_norm
         self.compressed = compressed
         if compressed:
-            self.reduce_scatter = False  # then every reduction goes through `gradient_reduction_w_predivide`
+            # With a reduce-scatter, DeepSpeed would not call `gradient_reduction_w_predivide`, which skips the
+            # averaging.
+            self.reduce_scatter = False
 
     # Called by hooks for each complete gradient and after each backward pass: DeepSpeed reduces in every micro-batch.
 

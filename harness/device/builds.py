@@ -20,7 +20,8 @@ def abandon_builds() -> None:
     for child in children_of(os.getpid()):
         if any(Path(word).name == "ninja" for word in command_of(child)[:2]):
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)  # ninja ends its compilers, and removes their partial output
+                # On SIGTERM, ninja ends its compilers and removes their partial output.
+                os.kill(child, signal.SIGTERM)
     lock = getattr(sys.modules.get("torch.utils.file_baton"), "FileBaton", None)
     for held in [thing for thing in gc.get_objects() if type(thing) is lock] if lock else []:
         with suppress(OSError, TypeError):  # not acquired, or released already

@@ -121,7 +121,8 @@ def give_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
 def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
     """Destroy all process groups except `kept`: each gloo group has polling threads."""
     for group in open_groups() - kept:
-        deepspeed.comm.destroy_process_group(group)  # not torch's: DeepSpeed caches some groups for its next engine
+        # Not torch's function: DeepSpeed caches some groups for its next engine, and must forget them.
+        deepspeed.comm.destroy_process_group(group)
 
 
 def mixed_devices(device: torch.device) -> str | None:

@@ -58,6 +58,7 @@ def decoder_of_part(kind: type[PretrainedConfig], wholes: list[str]) -> type[Pre
         "text_model": models[0],
         "_tied_weights_keys": {"lm_head.weight": "model." + ".".join(tied.split(".")[-2:])},
         "_tp_plan": {"lm_head": "colwise_gather_output"},
-        "__module__": module.__name__,  # where transformers finds the attention and the experts that it may choose
+        # transformers looks in this module for the implementations of attention and experts.
+        "__module__": module.__name__,
     }
     return type("TextDecoder", (TextDecoder, *models[0].__bases__), own)

@@ -141,6 +141,7 @@ def start_sum_of_shard(
     partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int], dim: int = 1
 ) -> Callable[[], Tensor]:
     """Begin a reduce-scatter of `partial` along `dim`; return a function that waits for this rank's shard."""
+    # The collective scatters along the first dimension, so the ranks' parts are concatenated there.
     parts = torch.cat([_padded(part, max(widths), dim) for part in partial.split(list(widths), dim)])
     scattered = start_reduce_scatter(parts, group)
 
@@ -159,6 +160,7 @@ def sum_of_shard(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int
 def _padded(shard: Tensor, width: int, dim: int) -> Tensor:
     """Pad a shard to `width` entries along `dim`, because collectives need the same size on all ranks."""
     missing = width - shard.shape[dim]
+    # `pad` takes the dimensions from the last to the first.
     behind = (0, 0) * (shard.dim() - 1 - dim % shard.dim())
     return pad(shard, (*behind, 0, missing)) if missing else shard
 

@@ -195,7 +195,8 @@ class KeyedRng(RngMode):
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
         """Seed the generator of `device` for the micro-batch, the layer and the number of the draw."""
         whole, _, number, share = self._next_shape(shape)
-        if whole != shape:  # the kernel cannot draw the whole mask: at least each rank draws a different one
+        # The kernel cannot draw the mask of the whole tensor. At least the ranks' masks differ.
+        if whole != shape:
             share = self.key.tensor.rank + self.key.tensor.size * (self.heads[0] if self.heads is not None else 0)
         default_generator(device).manual_seed(self._seed(number, 0, share))
 

@@ -193,7 +193,8 @@ def disagreement(subject: str, values: Sequence[object]) -> str | None:
 
     The most frequent value counts as right; in a tie, the value of the lowest rank.
     """
-    right, count = Counter(values).most_common(1)[0]  # in a tie, Counter keeps the order of first occurrence
+    # In a tie, Counter keeps the order of first occurrence, so all ranks choose the same value.
+    right, count = Counter(values).most_common(1)[0]
     wrong = [rank for rank, value in enumerate(values) if value != right]
     if not wrong:
         return None

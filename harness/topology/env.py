@@ -228,7 +228,8 @@ def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tupl
     address, port = environ.get("MASTER_ADDR"), _number(environ, "MASTER_PORT")
     if names is PLAIN:
         if one_host and port == DEEPSPEED_PORT and (launch := ancestor(DEEPSPEED_LAUNCH)):
-            port = _port_of(f"deepspeed {launch}")  # two runs on a host with the default port would collide
+            # With DeepSpeed's default port, two runs on a host would collide.
+            port = _port_of(f"deepspeed {launch}")
         return address, port
     if address is None and one_host:
         address = LOOPBACK

@@ -81,7 +81,8 @@ def build_groups(layout: Layout, loss_stage: int | None = None, device: torch.de
         groups[axis] = groups["data"] if is_data else _build_axis(layout.groups(axis), layout, rank)
     ep_group = _build_axis(layout.expert_groups(), layout, rank)
     ep_copies = None if ep_group is None else _build_axis(layout.expert_copies(), layout, rank)
-    if ep_group is not None and ep_copies is None:  # DeepSpeed needs a group to reduce experts over, also of one rank
+    # DeepSpeed needs a group over which it reduces experts, even of a single rank.
+    if ep_group is not None and ep_copies is None:
         ep_copies = dist.new_group([rank], timeout=run_timeout(), use_local_synchronization=True)
     return Groups(
         layout=layout,

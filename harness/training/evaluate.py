@@ -115,7 +115,8 @@ def computed_metrics(
 
     sent: list[JsonObject | None] = [None]
     try:
-        with inside("compute_metrics"):  # on all ranks, so that the watchdog lets the others wait for rank 0
+        # On all ranks, so that the watchdog does not take the ranks that wait for rank 0 as hanging.
+        with inside("compute_metrics"):
             if dist.get_rank() == 0:
                 found: object = compute(EvalPrediction(predictions=predictions, label_ids=labels))
                 if not isinstance(found, Mapping):

@@ -280,7 +280,8 @@ class Trainer:
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
                     if rebalancer is not None and self._goes_on(stop):
-                        self._keywords.clear()  # they would keep the memory of an engine that is replaced
+                        # They refer to the engine, and would keep its memory if it is replaced.
+                        self._keywords.clear()
                         if rebalancer.after_step(record):
                             recorder.describe()
             steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
@@ -293,7 +294,8 @@ class Trainer:
             }
             self._end_training(stop, metrics)
         if run.spec.resolved.config.get("comms_logger", {}).get("enabled", False):
-            deepspeed.comm.log_summary()  # DeepSpeed only collects; printing is left to the training program
+            # DeepSpeed only collects the log, and leaves printing to the program.
+            deepspeed.comm.log_summary()
         return TrainOutput(state.global_step, loss, metrics)
 
     def _goes_on(self, stop: int) -> bool:
@@ -338,7 +340,8 @@ class Trainer:
         outcome = run.engine.train_step(
             micro_batches, state.consumed_samples, stream.length, stream.sources, settles=False
         )
-        seconds = time.perf_counter() - start_time  # until the gradient norm is known; the update may still be queued
+        # Up to the moment when the gradient norm is known: on a GPU the update may still be queued.
+        seconds = time.perf_counter() - start_time
         if not (isfinite(outcome.loss) and outcome.finite_gradient):
             # Before the step is counted: `stop` and `rollback` raise, and then it must not have happened.
             self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
@@ -422,7 +425,8 @@ class Trainer:
             with self.checkpoints.saving_before_an_error():
                 # Rank 0's metrics decide: a user's score may differ between ranks, which would load different models.
                 metrics = broadcast_object(recorder.evaluation(self.evaluate))
-            self.run.evaluation_due = metrics is None  # interrupted by a signal: the resumed run evaluates
+            # A signal has interrupted the evaluation: the resumed run must repeat it.
+            self.run.evaluation_due = metrics is None
             note_evaluation(self.args, self.state, control, metrics)
             stop = self._agree_on_control()
         if stop or control.should_save or save:

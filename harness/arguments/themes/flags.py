@@ -112,7 +112,8 @@ class _Fields:
         shown = []
         for item in (item for item in fields(kind) if _is_taken(item)):
             default = default_of(item)
-            of_theme, _ = flags_of(kind).get(item.name, (item, None))  # a class that changes a default keeps the rest
+            # A class that only changes a flag's default keeps the rest of the theme's field.
+            of_theme, _ = flags_of(kind).get(item.name, (item, None))
             by_name = Parameter.KEYWORD_ONLY if of_theme.kw_only else Parameter.POSITIONAL_OR_KEYWORD
             default = Parameter.empty if default is MISSING else default
             shown.append(Parameter(item.name, by_name, default=default, annotation=item.type))
@@ -185,7 +186,8 @@ class Flags:
                 if not any(problem.startswith(f"{flag} ") for problem in problems):  # else it is refused already
                     problems.append(str(error))
             except (TypeError, ValueError, AttributeError, OverflowError):
-                if not problems:  # else a wrong or infinite value, which is among them, confused this check
+                # Otherwise a wrong or infinite value, reported already, has confused this check.
+                if not problems:
                     raise
         refuse_all(problems)
         vars(self)["_given"] = given  # flags that a check has set do not count

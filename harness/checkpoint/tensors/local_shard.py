@@ -160,7 +160,8 @@ def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
 
 def _elements(tensor: Tensor, local: ParameterSlice) -> Tensor:
     """Return the elements of `local` in the optimizer's tensor: flat, or the whole tensor for a single parameter."""
-    if local.group is None and tuple(tensor.shape) == local.shape:  # a ZeRO partition can have this shape by chance
+    # The shape alone does not decide: a ZeRO partition may have it by chance.
+    if local.group is None and tuple(tensor.shape) == local.shape:
         return tensor
     return tensor.view(-1)[local.offset : local.offset + local.length]
 

@@ -189,7 +189,9 @@ class OpenFiles:
         for path, descriptor in self._descriptors.items():
             try:
                 os.fsync(descriptor)
-                if descriptor in self._shared:  # drop cached pages, so that reads get all hosts' bytes from the server
+                # Drop the cached pages: otherwise reads on this host would miss the bytes that other hosts wrote to
+                # them.
+                if descriptor in self._shared:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise UserError(f"{path}: cannot be written: {error.strerror}") from error

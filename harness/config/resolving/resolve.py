@@ -105,7 +105,8 @@ def _resolved(run: Resolution, view: ConfigView) -> Resolved:
     run.config.pop("$schema", None)
     alone = _for_deepspeed_alone(run, view)
     for section in ("tensor_parallel", "expert_parallel", "context_parallel", "sequence_parallel_size", "tiling"):
-        run.config.pop(section, None)  # the harness shards the layers itself; DeepSpeed would shard them again
+        # The harness shards the layers itself: with these sections DeepSpeed would shard them again.
+        run.config.pop(section, None)
     return Resolved(
         config=run.config,
         alone=alone,

@@ -50,5 +50,6 @@ def without_idle(config: Mapping[str, object]) -> JsonObject:
         if isinstance(section, dict):
             section.pop(name, None)
     if "optimizer" not in kept:
-        kept["zero_force_ds_cpu_optimizer"] = False  # the harness's default serves offloaded parameters too
+        # The harness's default optimizer works with offloaded parameters too, so DeepSpeed need not compile its own.
+        kept["zero_force_ds_cpu_optimizer"] = False
     return kept

@@ -38,7 +38,8 @@ def runs(device: torch.device, trial: Callable[[torch.device], None]) -> bool:
         return False
     try:
         trial(device)
-    except Exception as error:  # whatever a compiler and a driver may say: torch's own operations need neither
+    # Any error of a compiler or driver: torch's own operations need neither, so the run can go on.
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         warn(f"kernels in Triton are not used on {device}: {type(error).__name__}: {reason}")
         return False

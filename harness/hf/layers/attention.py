@@ -96,7 +96,8 @@ class AttentionKernels:
             is_fast = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= CUDNN_SINCE
             first = "cudnn" if is_fast else ""
         elif first in INSTALLED_FLASH:
-            activate_flash_attention_impl(first.upper())  # in place of torch's own, for the whole process
+            # This replaces torch's own flash-attention in the whole process.
+            activate_flash_attention_impl(first.upper())
             first = "flash"
         self._first = first
 

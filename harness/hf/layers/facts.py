@@ -254,7 +254,8 @@ class _Watch:
         try:
             return forward(*args, **kwargs)
         except ASKS_FOR_VALUES:
-            if any(True for _ in original.children()):  # a module without children makes no calls that could differ
+            # A module without children makes no calls whose order could differ between ranks.
+            if any(True for _ in original.children()):
                 self.looked_at_values.add(name)
             return _on_zeros(original, args, kwargs)
         finally:

@@ -133,7 +133,8 @@ class Initialiser(ModelWeights):
         return values
 
     def _drawn(self, whole: nn.Module, names: list[str], device: torch.device, scratch: Scratch) -> Drawn:
-        name = names[0]  # of tied names the first: transformers initialises a parameter before tying others to it
+        # The first of tied names: transformers initialises a parameter before it ties others to it.
+        name = names[0]
         parameter = whole.get_parameter(name)
 
         def initialise(values: Tensor) -> None:

@@ -73,7 +73,8 @@ class OpenFile:
         page = start - start % mmap.ALLOCATIONGRANULARITY
         length = start - page + (rows - 1) * step + size
         descriptor = self._file.fileno()
-        if page + length > os.fstat(descriptor).st_size:  # reading beyond the end would kill the process (SIGBUS)
+        # Reading a mapping beyond the end of its file would kill the process (SIGBUS).
+        if page + length > os.fstat(descriptor).st_size:
             raise UserError(f"{self.path}: {TOO_SHORT}")
         self.fetch(page, page + 2 * length)  # this range, and the next while this one is copied
         try:
@@ -314,7 +315,8 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
     stored = [_stored(file, 8 + length, name, entry) for name, entry in header.items()]
-    stored.sort(key=lambda tensor: (tensor.start, prod(tensor.shape)))  # an empty tensor may begin where another does
+    # By size too, as an empty tensor may begin where another one does.
+    stored.sort(key=lambda tensor: (tensor.start, prod(tensor.shape)))
     tensors = {tensor.name: LazyTensor.of(tensor) for tensor in stored}
     ends = [tensor.start + tensors[tensor.name].nbytes for tensor in stored]
     if [8 + length, *ends] != [*(tensor.start for tensor in stored), file.size]:

@@ -173,7 +173,9 @@ class _HeadsAndTokens:
         whole = x.new_zeros(batch, self.all_heads, tokens, size)
         received = _all_to_all(iter(x.split(list(self.widths), dim=2)), shapes, self.context)
         for (start, stop), part in zip(self.heads, received, strict=True):
-            whole[:, start:stop] += part  # in the backward of `exchange_heads`, several ranks may have the same heads
+            # Added, not assigned: in the backward of `exchange_heads`, several ranks may send gradients of the same
+            # heads.
+            whole[:, start:stop] += part
         return whole
 
 

@@ -218,7 +218,8 @@ def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> 
     calls: dict[int, LayerCall] = {}
     for index in _build_order(layers, indices):
         layer = layers[index]
-        torch.manual_seed(seed + index)  # weights must not depend on which layers this stage builds, or in which order
+        # A seed per layer: initial weights must not depend on the layers of this stage or their build order.
+        torch.manual_seed(seed + index)
         if isinstance(layer, TiedLayerSpec):
             module = _build_tied(layer, index, owners, built)
             calls[index] = partial(layer.forward_fn, module) if layer.forward_fn else module

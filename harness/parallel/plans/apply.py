@@ -56,7 +56,8 @@ def cut(
     """
     if tensor.size == 1 and neighbours.ranks.size == 1:
         return
-    modules = list(module.named_modules())  # keeps the old modules alive, so that no new parameter reuses an id
+    # The list keeps the old modules alive: otherwise a new parameter might reuse the id of an old one.
+    modules = list(module.named_modules())
     attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
     cut_context = _CutContext(
         module=module,
@@ -247,6 +248,7 @@ def _own_value(
     value: int, word: str, name: str, plan: Plan, tensor: TensorParallel, attention: Attention | None
 ) -> int:
     heads = attention.heads if attention is not None else None
+    # Fewer heads than ranks: neighbouring ranks use the same one.
     if word == "share" and value < tensor.size and (tensor.size % value == 0 or (heads and heads.key_value == value)):
         return 1
     blocks = plan.blocks_in(name.rpartition(".")[0]) if heads is not None and value % heads.query == 0 else 1

@@ -65,7 +65,9 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
     found = (plan.rule_of(name) for name, _ in model.named_modules())
     if not any(rule is not None and rule.style == EXPERTS for rule in found):
         raise UserError(f"this {model_type} model has no experts: remove expert_parallel.autoep_size")
-    if tp_size == 1:  # a family's expert-parallel plan may also cut other layers, among tensor-parallel ranks
+    # Only the rules for experts: a family's expert-parallel plan may also shard other layers over tensor-parallel
+    # ranks.
+    if tp_size == 1:
         return replace(plan, rules={n: rule for n, rule in own.items() if rule.style in (EXPERTS, EXPERT_PARAMETER)})
     with suppress(NoPlan):
         plan = plan_for(model, plans)

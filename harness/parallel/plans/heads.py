@@ -41,6 +41,7 @@ def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
     if layers is not None and index is not None and 0 <= index < len(layers):  # another encoder may have more layers
         config = layers[index]
     query = _own_size(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    # Some attention modules only store the size of a head, or the query heads per key: the config has their number.
     if query is None and any(hasattr(module, name) for name in ("head_dim", "head_size", "num_key_value_groups")):
         query = getattr(config, "num_attention_heads", None)
     if query is None:
@@ -69,6 +70,7 @@ def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> A
     for owner in _owners(name):
         if owner in attentions:
             return attentions[owner]
+        # Around a decoder layer there are only other layers' attentions.
         if _is_layer(owner):
             break
         beside = attention_below(owner, attentions)

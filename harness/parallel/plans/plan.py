@@ -215,7 +215,8 @@ def plan_for(model: PreTrainedModel, plans: Path | None = None) -> Plan:
     own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     path = None if plans is None else plans / f"{config.model_type}.json"
     file = read_plan_file(path, config) if path is not None and path.is_file() else None
-    if any("*" in name for name in own):  # a plan for only the head, which some classes declare, does not cut layers
+    # Some classes declare a plan for the head alone, which shards no layer.
+    if any("*" in name for name in own):
         plan = Plan(model_type=config.model_type, rules={n: _rule(word) for n, word in own.items()})
         if file is not None and file.extends:
             plan = replace(file, rules={**plan.rules, **file.rules})

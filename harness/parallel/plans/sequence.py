@@ -35,6 +35,7 @@ def share_sequence(layer: Any, group: dist.ProcessGroup, whole: Collection[nn.Mo
         row = None if block in whole else _last_row(block)
         if row is not None:
             row.sequence = share
+        # A bare row-parallel layer takes columns of all tokens from the block before: there is nothing to gather.
         if block is row:
             continue
         _gather_inputs(block, share, first_alone=row is not None)

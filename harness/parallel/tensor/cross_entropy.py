@@ -71,7 +71,8 @@ def is_needed(logits: Tensor) -> bool:
     node = (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
         if not in_backward and _has_packed(node):
-            return True  # unpacking a tensor would recompute the part now, and keep it until the backward
+            # Unpacking a saved tensor would recompute the checkpointed part now, and keep it until the backward.
+            return True
         saved = list(getattr(node, "saved_tensors", ()))
         for name in dir(node):
             if name.startswith("_saved_"):

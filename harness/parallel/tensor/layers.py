@@ -213,7 +213,8 @@ class RowParallelLinear(_CutLinear):
         weight = self.weight.t() if self.weight_transposed else self.weight
         if group_size(self.group) == 1:
             return linear(self, x, weight, self.bias)
-        y = linear(self, x, weight)  # add the bias after the all-reduce, which would otherwise sum it once per rank
+        # The bias is added after the all-reduce, which would otherwise sum it once per rank.
+        y = linear(self, x, weight)
         y = reduce_from_group(y, self.group) if self.sequence is None else self.sequence.scatter(y)
         return y if self.bias is None else y + self.bias
 

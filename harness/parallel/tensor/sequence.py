@@ -129,7 +129,8 @@ def _gather_once(to: SequenceShare, share: Tensor) -> Tensor:
         shared.tensors += [whole.flatten(0, 1) if share.dim() == 2 else whole for whole in both]
         to.gathered = (share, shared)
     shared = to.gathered[1]
-    if shared.tensors[0].requires_grad:  # the next column-parallel layer takes output 1, whose gradient is summed
+    # The next column-parallel layer takes output 1, whose partial gradient is summed in the backward.
+    if shared.tensors[0].requires_grad:
         keep_copy(shared, to.group)
     return shared.tensors[0]
 

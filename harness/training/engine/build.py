@@ -327,7 +327,8 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
 def deepspeed_config(spec: EngineSpec, device: torch.device) -> JsonObject:
     """Return the resolved config as DeepSpeed receives it."""
     config = without_idle(Secrets(frozenset()).without(spec.resolved.config))  # DeepSpeed prints its whole config
-    if not config.get("steps_per_print"):  # the harness prints metrics; only DeepSpeed's timers need this print
+    # The harness prints the metrics itself: only DeepSpeed's timers need this print.
+    if not config.get("steps_per_print"):
         every = interval(spec.args.logging_steps, spec.max_steps)
         config["steps_per_print"] = every if config.get("wall_clock_breakdown") else 2**31
         if not config.get("wall_clock_breakdown"):  # this unused timer synchronises with the device

@@ -413,7 +413,8 @@ class PipelineStages(Engine):
                 raise unequal_shapes(self._shape, shape)
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        trained, self._shape = self._shape, None  # evaluation may have another micro-batch size or block size
+        # An evaluation may have another micro-batch size or sequence length than training.
+        trained, self._shape = self._shape, None
         if self.groups.layout.pp_size > 1:
             self._require_one_shape(batches)
         loss = evaluate_pipeline(self.deepspeed, batches, steps)

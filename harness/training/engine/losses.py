@@ -293,7 +293,8 @@ class MeanLoss(Loss):
         """Return the mean over the samples that count, times their number and weight; `outputs` [batch, ...]."""
         weight, rows, _router_weight, _sources, *labels = targets
         n = first_tensor(outputs).shape[0]
-        if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
+        # In training all rows count, and int(rows) would make the host wait for the device.
+        if not torch.is_grad_enabled():
             n = int(rows)
         if n == 0:  # only padding, of which the mean would be NaN
             return weight * 0.0

@@ -270,6 +270,7 @@ def _missing(programs: Sequence[str]) -> list[str]:
 
 def torchs_options(params: JsonObject) -> JsonObject:
     """Convert options for DeepSpeed's class into options with which DeepSpeed uses torch's fused class."""
+    # torch's class lacks these options of DeepSpeed's, and refuses `fused` together with `foreach`.
     left_out = ("bias_correction", "set_grad_none", "torch_adam")
     kept = {key: value for key, value in params.items() if key not in left_out}
     return {"torch_adam": True, **({} if kept.get("foreach") else {"fused": True}), **kept}

@@ -110,7 +110,8 @@ def _as_array(value: object, rows: int) -> Array:
 
 
 def _join(arrays: tuple[Array, ...]) -> Array:
-    if len({array.shape[1:] for array in arrays}) == 1:  # no padding needed; not every dtype can hold -100
+    # Without a need for padding, none is used, as not every dtype can hold -100.
+    if len({array.shape[1:] for array in arrays}) == 1:
         return np.concatenate(arrays)
     shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
     whole = np.full((sum(len(array) for array in arrays), *shape), IGNORED, dtype=arrays[0].dtype)

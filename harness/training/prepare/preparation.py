@@ -376,7 +376,8 @@ def _prompts(spec: RunSpec, trainable: TrainableModel) -> SamplePrompts | None:
     if spec.args.sample_prompts is None:
         return None
     part, causal = spec.parts.data, trainable.causal
-    assert part is not None and causal is not None  # `plan_run` refuses the flag without the part, and for layers
+    # `plan_run` has refused the flag without the data part, and for a list of layers.
+    assert part is not None and causal is not None
     return part.sample_prompts(spec.args, spec.data, causal.source, causal.vocab_size)
 
 
@@ -437,7 +438,8 @@ def training_stream(run: Run) -> BatchStream | None:
         one_length=run.engine.needs_one_length,
         read_ahead=read_ahead,
     )
-    stream.skipped = run.state.skipped_samples  # one list: what a resume or a rollback adds to it, the stream skips
+    # The same list object, so that the stream skips whatever a resume or a rollback adds.
+    stream.skipped = run.state.skipped_samples
     report_padding(run.console, stream.padding_share(), packed=run.spec.args.packing)
     return stream
 

@@ -279,7 +279,8 @@ def _finisher(
         steps.insert(0, needed(parts.fp8, "--fp8", "harness.extras")(spec, groups.device, source.config))
 
     def finish(layer: nn.Module) -> None:
-        for step in steps:  # ZeRO-3's partitioning is the last: afterwards this rank has no whole parameter to look at
+        # ZeRO-3's partitioning comes last: afterwards this rank has no whole parameters to change.
+        for step in steps:
             step(layer)
 
     return finish, line

@@ -71,7 +71,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, UserError):  # usually all ranks raise it, so they can complete the pending checkpoint
+        # Usually all ranks raise a UserError together, so they can still complete the pending checkpoint.
+        if isinstance(error, UserError):
             self.settle()
 
     def resumed(self, checkpoint: Path | None) -> None:

@@ -59,7 +59,8 @@ def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
         after: list[Action] = []
         if each.kind is Kind.FORWARD:
             before += [] if first else [Action.RECEIVE_ACTIVATION]
-            before += [Action.LOAD] if first or last else []  # the first chunk reads inputs, the last one labels
+            # The first chunk reads inputs, the last one labels.
+            before += [Action.LOAD] if first or last else []
             after += [] if last else [Action.SEND_ACTIVATION]
         elif each.kind is not Kind.WEIGHT_GRADIENTS:
             before += [] if last else [Action.RECEIVE_GRADIENT]
