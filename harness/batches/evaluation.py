@@ -109,6 +109,7 @@ def _batches(
         padded = at_length(dataset, None if found.lengths is None else int(found.lengths[0]))
         for start, chosen in zip(starts[group], batches[group], strict=True):
             counted = min(max(n - start, 0), micro_batch)
+            # Seeded by the position alone: random collators then give the same evaluation in every layout and step.
             (inputs, labels), _ = read_micro_batch(padded, chosen, collator, seed_of("evaluation", start))
             if counted < micro_batch and isinstance(labels, torch.Tensor) and _are_token_labels(inputs, labels):
                 labels = labels.clone()

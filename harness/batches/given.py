@@ -105,6 +105,7 @@ def read_all(dataset: AnyDataset, name: str, most: int = 1 << 20) -> MapDataset:
     """
     if not isinstance(dataset, IterableDataset):
         return dataset
+    # Ranks that read the same data must get the same samples, even if the data set draws random numbers.
     with own_generators(seed_of("pass", 0)):
         samples = list(itertools.islice(dataset, most + 1))
     if len(samples) > most:

@@ -34,7 +34,8 @@ from harness.resilience.process.activity import inside
 from harness.wording import counted
 
 _STEPS_MEASURED = 16  # for an estimate of the share of padding
-_ORDERED = 1024  # samples whose order is computed at once: the network takes as long for one as for hundreds
+# Number of samples whose order is computed at once: the network takes as long for one as for hundreds.
+_ORDERED = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +285,7 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
         return key[:16]
     digest = hashlib.sha256(f"{n}{key}".encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
+        # A data set may draw random numbers, which must not make equal data look different.
         with own_generators(seed_of("digest", i)):
             sample = dataset[i]
         for name in ("input_ids", "labels", "position_ids"):

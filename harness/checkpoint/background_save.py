@@ -49,7 +49,8 @@ from harness.checkpoint.training_state import EngineState, describe, write_resid
 from harness.errors import lacks_inodes
 from harness.topology.agreement import all_gather_object, broadcast_object
 
-ALIGNMENT = 64  # bytes, a cache line; a multiple of every dtype's size, so that views of the buffer are valid
+# A cache line, and a multiple of every dtype's size in bytes, so that views of the buffer are valid.
+ALIGNMENT = 64
 
 
 class KeptBuffer:

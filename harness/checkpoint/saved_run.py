@@ -87,6 +87,7 @@ class SavedRun:
                 f"{self.checkpoint} contains a model of {saved.model}, but this run's model has {model}: "
                 "resume with the saved model"
             )
+        # Through JSON, like the saved one: it turns tuples into lists, and keys into text.
         theirs, ours = saved.model_config, json.loads(json.dumps(model_config))
         for name in sorted(theirs.keys() & ours.keys()):
             if theirs[name] != ours[name]:

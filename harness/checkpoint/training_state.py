@@ -165,7 +165,8 @@ class EngineState:
             else:  # the checkpoint is from before the first step: drop the states that the engine may have
                 for each, _ in _updated(held):
                     torch_optimizer(optimizer).state.pop(each.tensor, None)
-            copy_to_model_parameters(optimizer)  # copy the float32 values into the parameters of the model's dtype
+            # The model computes with parameters of its own dtype, not with the float32 values that were loaded.
+            copy_to_model_parameters(optimizer)
         set_counters(self.engine, progress.step, progress.skipped_steps)
         set_loss_scaling(optimizer, progress.loss_scaling)
 

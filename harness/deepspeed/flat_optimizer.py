@@ -185,6 +185,7 @@ class FlatOptimizer(BF16_Optimizer):
         Args:
             order: all groups, in the order in which they are needed; the same on all data ranks of a group.
         """
+        # A gather still in flight reads the slices that change now.
         self.await_weights()
         groups = self.optimizer.param_groups
         for group, gradient in zip(groups, self.slices, strict=True):

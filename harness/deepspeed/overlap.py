@@ -122,7 +122,8 @@ class OverlappedMeans:
             self._start(group)
 
     def _start(self, group: int) -> None:
-        self._fill(self._optimizer.bf16_groups[group])  # zeros for parameters that this rank has not used
+        # Zeros for parameters that this rank has not used: another rank may have.
+        self._fill(self._optimizer.bf16_groups[group])
         self._under_way[group] = self._optimizer.start_mean(group)
 
 

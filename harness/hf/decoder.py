@@ -262,7 +262,8 @@ class DecoderLayer(ModelLayer):
 
     def forward(self, *value: Tensor) -> Value:
         """Return the next layer's input. The hidden state [batch, sequence, width] comes first in both."""
-        if self.is_plain and len(value) == 1:  # only the hidden state is passed on, not even position ids
+        # Only the hidden state is passed on, without even position ids.
+        if self.is_plain and len(value) == 1:
             (hidden,) = value
             shape = HiddenShape(hidden.shape[0], hidden.shape[1], hidden.dtype)
             inputs = self.outer.inputs.of_shape[shape][self.index]

@@ -82,6 +82,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
 
     The attention implementation comes from `config`. Raises UserError for modules that cannot be copied.
     """
+    # deepcopy takes what is in its memo as copied already, so it puts these into the copy and copies no weights.
     memo: dict[int, Tensor] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)

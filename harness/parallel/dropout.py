@@ -210,7 +210,8 @@ class KeyedRng(RngMode):
         whole = self.whole[number] if number < len(self.whole) else own
         differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]
         several = len(differing) > 1 and self.tokens is None
-        if len(whole) != len(own) or not differing or several:  # not known to be split: all ranks draw the same numbers
+        # Not known to be split, so all ranks draw the same numbers.
+        if len(whole) != len(own) or not differing or several:
             return own, {}, number, 0
         starts, samples = {}, self.key.samples
         for dim in differing:

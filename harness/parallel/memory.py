@@ -31,5 +31,6 @@ def keep_freed_memory(device: torch.device) -> None:
     """
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if device.type == "cpu" and option is not None and not inherited("MALLOC_"):
+        # The heap keeps up to 2 GiB at its end, and large blocks come from it too, instead of mappings of their own.
         option(M_TRIM_THRESHOLD, 2**31 - 1)
         option(M_MMAP_MAX, 0)

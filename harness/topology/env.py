@@ -36,7 +36,8 @@ ACCELERATOR = "DS_ACCELERATOR"  # what DeepSpeed is to run on, whatever it finds
 RECORDS = "DS_HARNESS_RECORDS"  # folder in which the ranks of one attempt leave records for their supervisor
 SECRET = "DS_HARNESS_SECRET"  # known to the agents and ranks of one run alone; signs what they send each other
 MOST = 10**9  # of any number that a launcher gives
-PORTS = range(15000, 31000)  # for runs without a given port; below the ports that Linux assigns to clients
+# For runs without a given port. By default Linux assigns ports from 32768 on to clients.
+PORTS = range(15000, 31000)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 DEEPSPEED_LAUNCH = "deepspeed.launcher.launch"  # DeepSpeed's process on each host, the parent of the ranks there
-SAFE_PATH = "PYTHONSAFEPATH"  # the variable for Python's flag -P: no module is imported from the working directory
+# The variable for Python's flag -P, with which no module is imported from the working directory.
+SAFE_PATH = "PYTHONSAFEPATH"
 LEVELS = 8  # number of ancestors among which a launcher is searched; wrappers may be between
 
 

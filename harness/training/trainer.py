@@ -142,6 +142,7 @@ class Trainer:
         flags: Mapping[str, object] | None = None,
         **others: None,  # HuggingFace's other arguments; refused with the reason
     ) -> None:
+        # Before anything else: libraries fail in obscure ways without open streams or a working directory.
         establish()
         self._require_known(others)
         env = LaunchEnv.from_environ(os.environ)

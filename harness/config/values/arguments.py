@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 
-BLOCK_SIZE = 1024  # tokens of a sample, or the model's positions if it has fewer: run_clm.py's default for --block_size
+# Tokens per sample, or the model's positions if it has fewer, as run_clm.py's default for --block_size.
+BLOCK_SIZE = 1024
 
 # transformers' schedules that depend on the step alone, and the options that each takes in --lr_scheduler_kwargs.
 OF_COSINE = ("num_cycles", "min_lr", "min_lr_rate")

@@ -35,7 +35,8 @@ def as_float(value: object) -> float | None:
     if isinstance(value, str):
         if not value.strip().isascii():
             return None  # unlike pydantic, Python's int also reads digits of other scripts
-        if "_" in value:  # pydantic ignores single underscores between characters, and then allows no blanks
+        # pydantic ignores single underscores between characters, but then allows no blanks around them.
+        if "_" in value:
             if value != value.strip().strip("_") or "__" in value:
                 return None
             value = value.replace("_", "")

@@ -17,7 +17,8 @@ from harness.config.values.json_object import JsonObject
 
 HIDDEN = "***"
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
-SHORTEST = 8  # characters of a secret that is searched for in texts; a shorter one may be an ordinary word
+# Secrets of fewer characters are not searched for in texts: they may be ordinary words.
+SHORTEST = 8
 _NAME = (
     r"(?:[\w.-]*[_.-])?(?:api[_-]?keys?|secrets?(?:[_-]?key)?|pass(?:word|wd|phrase)s?|pwd|credentials?|authorization"
     r"|(?:private|account|client|comet|encryption|license|service|signing|ssh|wandb)[_-]?key"

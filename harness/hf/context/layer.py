@@ -61,6 +61,8 @@ class ContextParallelLayer:
         """Run the gathered blocks on all tokens. Call it last: its hooks need the inputs after all other hooks."""
         for block in self.gathered:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
+            # First of the block's hooks, as the others expect this rank's tokens; and also after an error, which would
+            # otherwise leave attention without its exchange of heads.
             block.register_forward_hook(self._after, prepend=True, always_call=True)
 
     @contextmanager

@@ -38,6 +38,7 @@ from harness.hf.layers.call import LayerInputs, LayerOutput
 from harness.parallel.dropout import has_dropout, rng_of_layer, separate_rng
 
 KEPT_SHAPES = 4
+# The micro-batch of the current forward pass, and the one that the current backward pass recomputes.
 KEPT_BATCHES = 2
 
 Make = Callable[[Tokens, torch.dtype], list[LayerInputs]]

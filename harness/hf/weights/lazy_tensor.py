@@ -165,6 +165,7 @@ class LazyTensor(Tensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"Lazy({tuple(self.shape)}, {self.dtype}, {len(self.patches)} patches)"
 
+    # Functions are not intercepted, only the operations that they consist of: `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
 
     @classmethod

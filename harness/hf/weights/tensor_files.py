@@ -202,7 +202,8 @@ POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
 SAMPLES, SAMPLE_BYTES = 64, 4 << 10  # blocks per file, and their size, for comparing files between hosts
 
-LONGEST_HEADER = 100_000_000  # bytes; the format's own limit, so that no file makes a reader parse gigabytes
+# In bytes: the format's own limit, so that no file makes a reader parse gigabytes.
+LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

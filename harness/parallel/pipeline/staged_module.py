@@ -43,6 +43,7 @@ def pack_payload(value: Value) -> Value:
     if isinstance(value, Tensor) or _travels_as_it_is(value):
         return value
     floats = [tensor for tensor in value if tensor.is_floating_point()]
+    # One flat tensor has one dtype: the smallest that represents the values of all.
     kind = floats[0].dtype
     for tensor in floats[1:]:
         kind = torch.promote_types(kind, tensor.dtype)

@@ -99,7 +99,8 @@ def deal(
     """
     if heads is not None:
         _require_fit(heads, size, name)
-        if heads.key_value < size and width in key_values:  # fewer key/value heads than ranks: some ranks share one
+        # Fewer key/value heads than ranks: neighbouring ranks hold the same one.
+        if heads.key_value < size and width in key_values:
             return _scaled(heads.key_values(size), width // heads.key_value)
         # whole key/value heads, with all their query heads, so that queries and keys on a rank belong together
         if size <= heads.key_value and width % heads.key_value == 0 and heads.query % heads.key_value == 0:

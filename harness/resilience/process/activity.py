@@ -18,8 +18,10 @@ from pathlib import Path
 from harness.resilience.process.records import THIS_RANK, is_lost_peer
 
 SHOWN = struct.Struct("<dqii64s")  # time of the last progress, its count, phase, step, activity
-NAMING_S = 10.0  # time for the watch to find which rank was lost, perhaps on another host, and to end this process
-BEATS_OF_STEP = 1 << 20  # each step's count begins at a multiple of this, whatever a rank has counted between steps
+# Time for the watch to find the lost rank, perhaps on another host, and to end this process.
+NAMING_S = 10.0
+# Each step's count begins at a multiple of this, so that ranks are comparable whatever they count between steps.
+BEATS_OF_STEP = 1 << 20
 
 
 class Phase(IntEnum):

@@ -24,7 +24,8 @@ from harness.topology.processes import wait_readable
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 POLL_S = 0.1  # interval of checks of the launcher; it prints a traceback 0.25 s after a SIGINT
 SAME_S = 0.2  # signals within this time of the first count as one
-FORWARDED_S = 2.0  # after a signal to the process group, DeepSpeed's launcher may send its own SIGTERM this late
+# DeepSpeed's launcher may send its own SIGTERM this late after a signal to the whole process group.
+FORWARDED_S = 2.0
 
 
 class Stopped(SystemExit):
@@ -54,6 +55,7 @@ class SignalListener:
 
     def __enter__(self) -> SignalListener:
         self._read, self._write = os.pipe()
+        # `set_wakeup_fd` requires it of the writing end: a handler must not block on a full pipe.
         for end in (self._read, self._write):
             os.set_blocking(end, False)
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup

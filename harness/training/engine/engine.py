@@ -446,9 +446,11 @@ class WholeModel(Engine):
                     if value is not None:
                         parts[name] = parts.get(name, 0.0) + value
                 del outputs  # frees the logits before the next ones are computed
-                self.deepspeed.backward(loss)  # hooks reduce gradients over the data ranks, bucket by bucket
+                # Hooks reduce the gradients over the data-parallel ranks, bucket by bucket.
+                self.deepspeed.backward(loss)
                 beat("optimizer step")
-                self.deepspeed.step()  # DeepSpeed counts micro-batches: only the last call clips and updates
+                # DeepSpeed counts the micro-batches: only the last call of a step clips and updates.
+                self.deepspeed.step()
                 total += loss.detach()
         means = {name: self._mean(value / len(batches)) for name, value in parts.items()}
         return self._mean(total / len(batches)), means

@@ -211,6 +211,7 @@ class CausalLoss(Loss):
         """Return the summed loss of this rank's tokens, or of one tile of them."""
         _weight, _rows, _router_weight, sources, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # shift the labels: slicing logits would copy
+        # After the shift: the last token of a shard predicts the first token of the next one.
         if self.context.size > 1:
             wanted = self.context.own(wanted)
         if tile is not None:

@@ -61,6 +61,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
     if len({row[1] for row in rows}) == 1:
         return
     with torch.no_grad():
+        # Tied tensors once. The order is the same on all ranks, because their names are equal.
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
             sent = tensor.detach().to(device).contiguous()
             dist.broadcast(sent, src=0)

@@ -104,6 +104,7 @@ def stage_lines(
     """Return one line for each stage; all ranks call it."""
     held = sum(_size(parameter) for parameter in module.parameters())
     sizes = all_gather_object((groups.coordinate.stage, held))
+    # Ranks of one stage may hold shards of unequal size: report the largest.
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
     lines = []
     for stage in sorted(largest):

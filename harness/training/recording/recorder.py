@@ -55,7 +55,8 @@ class MetricsFile:
     def write(self, record: StepRecord | JsonObject) -> None:
         """Append one object, unbuffered so that it survives a kill. If that fails, warn and retry with the next one."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
-        if content is record or "source_losses" in content:  # a step's other values are numbers, not secrets
+        # A step's other values are numbers, which need no masking: this runs in every step.
+        if content is record or "source_losses" in content:
             content = self._secrets.without(content)
         try:
             line = json.dumps(content, default=str, allow_nan=False)
