@@ -245,6 +245,7 @@ class TokenCollator:
                 _require_positions(ids, own, self.positions, rows, samples)
         if self.vocabulary is not None:
             _require_known("input_ids", ids, self.vocabulary, rows)
+            # Ignored labels are not ids: 0, an id of every vocabulary, stands in for them.
             if self.checks_labels and isinstance(labels, Tensor):
                 _require_known("labels", labels.masked_fill(labels == IGNORED, 0), self.vocabulary, rows)
 

@@ -219,6 +219,7 @@ class BatchStream:
 
     def _planned(self, consumed: int) -> StepPlan:
         """Return the plan of the step after `consumed` samples, or after the skipped range that it would overlap."""
+        # In order, as the step after a skipped range may overlap the next range.
         for first, stop in sorted(self.skipped):
             if first < consumed + self.global_batch and consumed < stop:
                 consumed = stop

@@ -166,6 +166,7 @@ class BackgroundSave:
         if target.model_only:
             files = [(stem, held) for stem, held in files if stem == state.stem]
             progress = replace(progress, optimizer_states=[], model_only=True)
+        # peft reads adapters from a single file.
         one_file = {state.stem} if state.adapters else set()
         self._plans = [
             plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)

@@ -89,6 +89,7 @@ def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key
             copy.copy_(tensor, non_blocking=True)
             batch.append((key, copy))
         else:
+            # It needs no copy, but has to wait its turn.
             batch.append((key, tensor))
         size += tensor.nbytes
         if waiting is not None and size >= BATCH_BYTES:

@@ -57,6 +57,7 @@ def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> Sta
             take(pointer)
     fixed, micro, accumulation = (sizes[pointer] is not None for pointer in ARGUMENTS)
     from_arguments = lookup(config, MICRO) == AUTO or TRAIN in sources
+    # A file with train_batch_size alone keeps DeepSpeed's rule: one micro-batch per step.
     if not micro and (not fixed or (not accumulation and from_arguments)):
         take(MICRO)
     if not accumulation and not fixed:

@@ -88,6 +88,7 @@ class ChainProbe(ForwardRun):
 
 def find_chains(forward: PlaceholderForward) -> Chains:
     """Return the chains that hold in training and evaluation, in float32 and bfloat16."""
+    # A dropout shows only in training, and a cast only in one of the dtypes.
     found: set[Chains] = set()
     training = forward.model.training
     for mode in (True, False):

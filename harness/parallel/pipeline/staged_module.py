@@ -338,6 +338,7 @@ class StagedModule(GivenStages):
             else:
                 for _, layer in block:
                     value = layer(value)
+        # The last chunk's output goes to the loss, which has its own check (`GuardedLoss`).
         if self.finite is None or chunk == len(self.parts) - 2:
             return value
         self.finite.see(value)

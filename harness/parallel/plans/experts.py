@@ -111,6 +111,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
 
     def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         hidden, index, weights = (*args, *kwargs.values())
+        # Each tensor-parallel rank runs only its own experts, so the gradients of both are partial.
         hidden, weights = copy_to_group(hidden, tensor.group), copy_to_group(weights, tensor.group)
         run = partial(kind.forward, self)
         if neighbours.ranks.size > 1:

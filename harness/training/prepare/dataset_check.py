@@ -70,6 +70,7 @@ class DatasetCheck:
         if self.source is not None:
             if (limit := position_limit(self.source.config)) is not None:
                 require_short(dataset, limit)
+            # A data set that pads gives all samples of a step one length.
             if self.groups.layout.pp_size > 1 and not isinstance(dataset, PaddedSamples):
                 if self._reads_rows:
                     require_one_length(dataset)

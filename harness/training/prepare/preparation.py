@@ -479,6 +479,7 @@ def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
     marker = broadcast_object(all_or_none(mark))
     assert marker is not None
     appears = _appears(output_dir / marker.name)
+    # Also a barrier: all ranks have looked before rank 0 removes the file.
     is_blind = any_rank(not appears)
     if rank == 0:
         marker.unlink()

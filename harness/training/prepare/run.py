@@ -159,8 +159,10 @@ class Run:
         logs = args.logging_strategy != "no" and (last or asks(args.logging_strategy, args.logging_steps))
         logs |= args.logging_first_step and step == 1
         evaluates = self.spec.data.evaluation is not None and args.eval_strategy != "no"
+        # With --save_strategy best, the last step alone is no reason to save.
         saves = (last and args.save_strategy != "best") or asks(args.save_strategy, args.save_steps)
         return StepEvents(
+            # No epoch begins after the last step.
             epoch_events=("on_epoch_end", "on_epoch_begin")[: 1 if last else 2] if epoch_ends else (),
             log=logs,
             evaluate=evaluates and (last or asks(args.evaluation_strategy, args.eval_steps or args.logging_steps)),
