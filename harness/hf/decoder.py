@@ -238,7 +238,7 @@ class DecoderLayer(ModelLayer):
         captures = blueprint.capture is not None and index in blueprint.capture.layers
         self.capture = blueprint.capture if captures else None
         shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
-        self.shares = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
+        self.splits = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
         layer = self.get_submodule(name)
         gathered = None if blueprint.plan is None else blueprint.plan.blocks_of(outer.layers[index])
         self.context_layer = None
@@ -318,14 +318,14 @@ class DecoderLayer(ModelLayer):
             whole: has the shape of the hidden state of the whole sequence.
             sequence: how ranks share it, where they do.
         """
-        shares, tokens = list(self.shares), None
+        splits, tokens = list(self.splits), None
         if sequence is not None:
             widths = sequence.context.widths(whole.shape[1])
             if self.share is not None:
-                shares.append(widths_of(widths[sequence.context.rank], self.share.group))
+                splits.append(widths_of(widths[sequence.context.rank], self.share.group))
             if self.context_layer is not None:
                 tokens = sequence.context.rank, widths
-        expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), shares, tokens)
+        expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), splits, tokens)
 
     def _run(self, payload: StagePayload, hidden: Tensor, inputs: LayerInputs) -> StagePayload:
         """Run the layer; return the payload for the next layer."""

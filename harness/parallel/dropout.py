@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from harness.parallel.comm import TensorParallel
 from harness.parallel.generators import default_generator, own_generators, seed_of
 
-Share: TypeAlias = tuple[int, tuple[int, ...]]
+Split: TypeAlias = tuple[int, tuple[int, ...]]
 """A rank's index among the ranks that share a dimension, and each rank's number (or proportion) of entries."""
 _active: ContextVar[RngMode | None] = ContextVar("active mode", default=None)
 
@@ -153,8 +153,8 @@ class KeyedRng(RngMode):
 
     Attributes:
         whole: the shapes of the uncut layer's draws, in order, if tensor-parallel ranks hold shards of them.
-        shares: ways in which tensor-parallel ranks split widths of the layer: entries of each rank, in rank order.
-        tokens, heads: how context ranks share the sequence and the attention heads; None if they do not.
+        splits: ways in which tensor-parallel ranks split widths of the layer: entries of each rank, in rank order.
+        tokens, heads: how context ranks split the sequence and the attention heads; None if they do not.
     """
 
     def __init__(self, key: RngKey, layer: int) -> None:
@@ -162,14 +162,14 @@ class KeyedRng(RngMode):
         self.key = key
         self.layer = layer
         self.whole: Sequence[torch.Size] = ()
-        self.shares: Sequence[tuple[int, ...]] = ()
-        self.tokens: Share | None = None
-        self.heads: Share | None = None
+        self.splits: Sequence[tuple[int, ...]] = ()
+        self.tokens: Split | None = None
+        self.heads: Split | None = None
         self._count = 0
 
     def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
         """Fill `out` with this rank's shard of the numbers that the uncut layer would draw."""
-        whole, starts, number, share = self._next_shape(out.shape)
+        whole, starts, number, variant = self._next_shape(out.shape)
         if not out.numel():
             return out
         # Sample by sample, so that numbers do not depend on the micro-batch in which a sample is. A first dimension of
@@ -180,7 +180,7 @@ class KeyedRng(RngMode):
         shape = torch.Size((whole[0] // samples, *whole[1:])) if per_sample else whole
         generator = torch.Generator(out.device)
         for index, part in enumerate(parts):
-            generator.manual_seed(self._seed(number, index, share))
+            generator.manual_seed(self._seed(number, index, variant))
             if part.shape == shape:
                 getattr(part, method)(*args, generator=generator, **options)
             else:
@@ -194,11 +194,11 @@ class KeyedRng(RngMode):
 
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
         """Seed the generator of `device` for the micro-batch, the layer and the number of the draw."""
-        whole, _, number, share = self._next_shape(shape)
+        whole, _, number, variant = self._next_shape(shape)
         # The kernel cannot draw the mask of the whole tensor. At least the ranks' masks differ.
         if whole != shape:
-            share = self.key.tensor.rank + self.key.tensor.size * (self.heads[0] if self.heads is not None else 0)
-        default_generator(device).manual_seed(self._seed(number, 0, share))
+            variant = self.key.tensor.rank + self.key.tensor.size * (self.heads[0] if self.heads is not None else 0)
+        default_generator(device).manual_seed(self._seed(number, 0, variant))
 
     def _next_shape(self, own: torch.Size) -> tuple[torch.Size, dict[int, int], int, int]:
         """Find the uncut tensor to which the next draw belongs, and this rank's shard of it.
@@ -228,39 +228,39 @@ class KeyedRng(RngMode):
         A dimension may be split twice: tokens over context ranks, then over tensor-parallel ranks; or heads over
         tensor-parallel ranks, then over context ranks.
         """
-        tensor: list[Share] = [(self.key.tensor.rank, widths) for widths in self.shares]
+        tensor: list[Split] = [(self.key.tensor.rank, widths) for widths in self.splits]
         tensor.append((self.key.tensor.rank, (1,) * self.key.tensor.size))
-        context = [share for share in (self.tokens, self.heads) if share is not None]
+        context = [split for split in (self.tokens, self.heads) if split is not None]
         by_tokens = self.tokens is not None and sum(self.tokens[1]) == whole
         first, then = (context, tensor) if by_tokens else (tensor, context)
-        for share in (*first, *then):
-            if (found := _part(share, whole)) is not None and found[1] == own:
+        for split in (*first, *then):
+            if (found := _range_of(split, whole)) is not None and found[1] == own:
                 return found[0]
         for one, other in product(first, then):
-            outer = _part(one, whole)
-            inner = _part(other, outer[1]) if outer is not None else None
+            outer = _range_of(one, whole)
+            inner = _range_of(other, outer[1]) if outer is not None else None
             if outer is not None and inner is not None and inner[1] == own:
                 return outer[0] + inner[0]
         return None
 
-    def _seed(self, number: int, sample: int, share: int) -> int:
-        return seed_of(self.key.seed, self.key.first_sample + sample, self.layer, number, share)
+    def _seed(self, number: int, sample: int, variant: int) -> int:
+        return seed_of(self.key.seed, self.key.first_sample + sample, self.layer, number, variant)
 
 
 def expect_shapes(
-    shapes: Callable[[], Sequence[torch.Size]], shares: Sequence[tuple[int, ...]] = (), tokens: Share | None = None
+    shapes: Callable[[], Sequence[torch.Size]], splits: Sequence[tuple[int, ...]] = (), tokens: Split | None = None
 ) -> None:
     """Tell the running layer which shapes its uncut form would draw.
 
     Args:
         shapes: returns those shapes, in order; called only if the layer is split over ranks.
-        shares: how tensor-parallel ranks split its widths, if not equally.
+        splits: how tensor-parallel ranks split its widths, if not equally.
         tokens: how context ranks split the sequence; None if they do not.
     """
     active = _active.get()
     if isinstance(active, KeyedRng) and (active.key.tensor.size > 1 or tokens is not None):
         active.whole = shapes()
-        active.shares = shares
+        active.splits = splits
         active.tokens = tokens
 
 
@@ -277,9 +277,9 @@ def expect_heads(rank: int, widths: tuple[int, ...]) -> Iterator[None]:
             active.heads = None
 
 
-def _part(share: Share, whole: int) -> tuple[int, int] | None:
-    """Return start and size of a rank's share of `whole` entries; None if the proportions do not divide them."""
-    rank, widths = share
+def _range_of(split: Split, whole: int) -> tuple[int, int] | None:
+    """Return start and size of a rank's range of `whole` entries; None if the proportions do not divide them."""
+    rank, widths = split
     total = sum(widths)
     if any(width * whole % total for width in widths):
         return None

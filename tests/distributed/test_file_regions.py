@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion
-from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions
+from harness.checkpoint.tensors.whole_tensors import StageTensors, dealt_regions
 from harness.errors import UserError
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
@@ -25,15 +25,15 @@ def entries(stage: int) -> list[Entry]:
     return [Entry(name=name, shape=(64, 32), dtype=torch.bfloat16, trained=True) for name in names]
 
 
-def plan(shares: list[Share]) -> dict[str, FileRegion]:
+def plan(stages: list[StageTensors]) -> dict[str, FileRegion]:
     return {
         entry.name: FileRegion(path=Path(f"file-{stage}"), start=index, entry=entry)
-        for stage, share in enumerate(shares)
-        for index, entry in enumerate(share.entries)
+        for stage, tensors in enumerate(stages)
+        for index, entry in enumerate(tensors.entries)
     }
 
 
-def refuse(shares: list[Share]) -> dict[str, FileRegion]:
+def refuse(stages: list[StageTensors]) -> dict[str, FileRegion]:
     raise UserError("no room")
 
 

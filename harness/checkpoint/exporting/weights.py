@@ -28,7 +28,7 @@ from harness.checkpoint.exporting.plan_files import plan_files
 from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
 from harness.checkpoint.tensors.not_saved import all_save, saving
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
-from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions, several_hosts, write_tensors
+from harness.checkpoint.tensors.whole_tensors import StageTensors, dealt_regions, several_hosts, write_tensors
 from harness.config.values.secrets import hide_secrets
 from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
 from harness.errors import UserError
@@ -114,8 +114,8 @@ def export_weights(
     mine = {name: lazy for name, lazy in form.tensors.items() if _held(lazy) <= local.keys()}
     files: dict[str, list[Entry]] = {}  # on rank 0 alone
 
-    def plan(shares: list[Share]) -> dict[str, FileRegion]:
-        files.update(plan_files(shares, form))
+    def plan(stages: list[StageTensors]) -> dict[str, FileRegion]:
+        files.update(plan_files(stages, form))
         return _create_files(directory, files)
 
     regions = dealt_regions(_entries(mine, local), groups, plan)

@@ -71,7 +71,7 @@ PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class StageTensors:
     """The tensors that one stage writes, which use only values of this stage."""
 
     host: str
@@ -79,19 +79,19 @@ class Share:
 
 
 def dealt_regions(
-    entries: list[Entry], groups: Groups, plan: Callable[[list[Share]], Mapping[str, FileRegion]]
+    entries: list[Entry], groups: Groups, plan: Callable[[list[StageTensors]], Mapping[str, FileRegion]]
 ) -> dict[str, FileRegion]:
     """Return the place of each of `entries`, the tensors of this rank's stage; all ranks call it.
 
-    `plan` runs on rank 0 with the shares of all stages in order. If it fails, every rank raises UserError.
+    `plan` runs on rank 0 with the tensors of all stages, in stage order. If it fails, every rank raises UserError.
     """
-    shares = _shares(entries, groups)
+    stages = _gather_stages(entries, groups)
     dealt: list[list[FileRegion]] | None = None
     failed: list[str | None] = [None]
-    if shares is not None:
+    if stages is not None:
         try:
-            regions = saving(partial(plan, shares))
-            dealt = [[regions[entry.name] for entry in share.entries] for share in shares]
+            regions = saving(partial(plan, stages))
+            dealt = [[regions[entry.name] for entry in stage.entries] for stage in stages]
         except (UserError, OSError) as error:
             failed = [str(error)]
     # First tell all ranks whether the plan failed, so that none waits for regions that never come.
@@ -101,16 +101,16 @@ def dealt_regions(
     return {region.entry.name: region for region in _deal(dealt, groups)}
 
 
-def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
-    """Gather the share of each stage on rank 0, in stage order; None on other ranks."""
-    share = Share(host=host_id(), entries=entries)
+def _gather_stages(entries: list[Entry], groups: Groups) -> list[StageTensors] | None:
+    """Gather the tensors of each stage on rank 0, in stage order; None on other ranks."""
+    own = StageTensors(host=host_id(), entries=entries)
     if groups.pp_group is None:
-        return [share] if groups.rank == 0 else None
+        return [own] if groups.rank == 0 else None
     if not takes_part(groups.coordinate, "pipeline"):
         return None
-    shares = [share] * groups.layout.pp_size if groups.rank == 0 else None
-    dist.gather_object(share, shares, dst=0, group=groups.pp_group)
-    return shares
+    stages = [own] * groups.layout.pp_size if groups.rank == 0 else None
+    dist.gather_object(own, stages, dst=0, group=groups.pp_group)
+    return stages
 
 
 def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegion]:
@@ -188,8 +188,8 @@ def plan_tensors(
     created: dict[Path, tuple[bytes, list[FileRegion]]] = {}
     index: list[tuple[Path, str]] = []
 
-    def plan(shares: list[Share]) -> dict[str, FileRegion]:
-        unique = {entry.name: entry for share in shares for entry in share.entries}
+    def plan(stages: list[StageTensors]) -> dict[str, FileRegion]:
+        unique = {entry.name: entry for stage in stages for entry in stage.entries}
         files = _named(stem, split_by_size(unique.values(), 2**63 if one_file else FILE_BYTES))
         created.update({folder / name: file_regions(folder / name, entries) for name, entries in files.items()})
         if len(files) > 1:

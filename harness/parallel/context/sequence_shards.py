@@ -57,14 +57,14 @@ class ContextParallel:
         start, stop = self.token_range(whole.shape[dim])
         return whole.narrow(dim, start, stop - start)
 
-    def join(self, share: Tensor, length: int, dim: int = 1) -> Tensor:
+    def join(self, shard: Tensor, length: int, dim: int = 1) -> Tensor:
         """Join the ranks' shards along `dim`: for 1, [batch, own tokens, ...] into [batch, length, ...].
 
         Backward: reduce-scatter the gradient, so that each rank keeps the sum for its own tokens.
         """
         if self.group is None:
-            return share
-        joined = apply(_JoinShards, share.movedim(dim, 1).contiguous(), self.group, self.widths(length), 1)
+            return shard
+        joined = apply(_JoinShards, shard.movedim(dim, 1).contiguous(), self.group, self.widths(length), 1)
         return joined.movedim(1, dim)
 
 
@@ -101,18 +101,18 @@ class TokenRows:
             return self.context.own(whole.unflatten(0, (self.batch, -1))).flatten(0, 1)
         return whole
 
-    def join(self, share: Tensor) -> Tensor:
+    def join(self, shard: Tensor) -> Tensor:
         """Return the rows of all ranks for a floating-point tensor with a row for each token of this rank.
 
         Any other tensor is returned unchanged.
         """
-        if not share.is_floating_point():
-            return share
-        if _has_rows(share, self.batch, self.tokens):
-            return self.context.join(share, self.length)
-        if _is_flat(share, self.batch, self.tokens):
-            return self.context.join(share.unflatten(0, (self.batch, -1)), self.length).flatten(0, 1)
-        return share
+        if not shard.is_floating_point():
+            return shard
+        if _has_rows(shard, self.batch, self.tokens):
+            return self.context.join(shard, self.length)
+        if _is_flat(shard, self.batch, self.tokens):
+            return self.context.join(shard.unflatten(0, (self.batch, -1)), self.length).flatten(0, 1)
+        return shard
 
 
 def _has_rows(x: Tensor, batch: int, tokens: int) -> bool:
@@ -181,14 +181,14 @@ class _HeadsAndTokens:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, shares: _HeadsAndTokens, to_heads: bool) -> Tensor:
-        ctx.shares = shares
+    def forward(ctx: Context, x: Tensor, split: _HeadsAndTokens, to_heads: bool) -> Tensor:
+        ctx.split = split
         ctx.to_heads = to_heads
-        return shares.to_heads(x) if to_heads else shares.to_tokens(x)
+        return split.to_heads(x) if to_heads else split.to_tokens(x)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (ctx.shares.to_tokens(grad) if ctx.to_heads else ctx.shares.to_heads(grad)), None, None
+        return (ctx.split.to_tokens(grad) if ctx.to_heads else ctx.split.to_heads(grad)), None, None
 
 
 def _all_to_all(

@@ -11,7 +11,7 @@ import torch
 
 from harness.checkpoint.exporting.plan_files import plan_files
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, file_regions
-from harness.checkpoint.tensors.whole_tensors import PASSED_ALONG, Share, takes_part
+from harness.checkpoint.tensors.whole_tensors import PASSED_ALONG, StageTensors, takes_part
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.topology.layout import Layout
@@ -34,8 +34,8 @@ def entries() -> list[list[Entry]]:
 def dealt(entries: list[list[Entry]], layout: Layout) -> list[list[FileRegion]]:
     """The places of each stage's tensors, by the plan of files."""
     layers = LAYERS // layout.pp_size
-    shares = [
-        Share(host=f"host{stage}", entries=list(chain(*entries[stage * layers : (stage + 1) * layers])))
+    stages = [
+        StageTensors(host=f"host{stage}", entries=list(chain(*entries[stage * layers : (stage + 1) * layers])))
         for stage in range(layout.pp_size)
     ]
     tensors = {
@@ -43,12 +43,12 @@ def dealt(entries: list[list[Entry]], layout: Layout) -> list[list[FileRegion]]:
         for layer in entries
         for entry in layer
     }
-    files = plan_files(shares, CheckpointFormat(tensors=tensors))
+    files = plan_files(stages, CheckpointFormat(tensors=tensors))
     regions = {
         region.entry.name: region for name, content in files.items() for region in file_regions(Path(name), content)[1]
     }
     assert len(regions) == sum(map(len, entries))
-    return [[regions[entry.name] for entry in share.entries] for share in shares]
+    return [[regions[entry.name] for entry in stage.entries] for stage in stages]
 
 
 def passed_on(layout: Layout) -> tuple[dict[int, int], dict[int, int]]:

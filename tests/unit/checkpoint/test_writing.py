@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from harness.checkpoint.exporting.plan_files import plan_files
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions, split_by_size
-from harness.checkpoint.tensors.whole_tensors import Share
+from harness.checkpoint.tensors.whole_tensors import StageTensors
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import LazyTensor
@@ -63,16 +63,16 @@ def test_no_file_is_larger_than_asked_but_for_one_tensor() -> None:
 def test_the_files_of_a_checkpoint_are_kept_on_one_host_only() -> None:
     a, b, c = entry("a", 4), entry("b", 4), entry("c", 4)
     kept = form(a, b, c, files={"x.safetensors": ["a", "c"], "y.safetensors": ["b"]}, max_file_bytes=32)
-    first, second = Share(host="one", entries=[a, b]), Share(host="one", entries=[c])
+    first, second = StageTensors(host="one", entries=[a, b]), StageTensors(host="one", entries=[c])
     assert plan_files([first, second], kept) == {"x.safetensors": [a, c], "y.safetensors": [b]}
-    away = Share(host="two", entries=[c])
+    away = StageTensors(host="two", entries=[c])
     assert list(plan_files([first, away], kept).values()) == [[a, b], [c]]
 
 
 def test_files_that_would_grow_are_split() -> None:
     wide = [entry("a", 4, dtype=torch.float64), entry("b", 4, dtype=torch.float64)]
     kept = form(*wide, files={"model.safetensors": ["a", "b"]}, max_file_bytes=32)
-    assert list(plan_files([Share(host="one", entries=wide)], kept)) == [
+    assert list(plan_files([StageTensors(host="one", entries=wide)], kept)) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
@@ -80,7 +80,7 @@ def test_files_that_would_grow_are_split() -> None:
 
 def test_what_no_stage_holds_as_a_whole_is_told() -> None:
     with pytest.raises(UserError, match="b combines tensors of several pipeline stages"):
-        plan_files([Share(host="one", entries=[entry("a", 4)])], form(entry("a", 4), entry("b", 4)))
+        plan_files([StageTensors(host="one", entries=[entry("a", 4)])], form(entry("a", 4), entry("b", 4)))
 
 
 IN_RAMFS = """
