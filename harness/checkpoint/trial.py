@@ -30,6 +30,7 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
     path = folder / "trial.safetensors"
     header, (region,) = file_regions(path, [Entry(name="w", shape=(ranks, VALUES), dtype=torch.float32, trained=True)])
     try:
+        # Each all_or_none is a barrier too: no rank writes before the file exists, none reads before all have written.
         all_or_none(lambda: _create(path, header, region) if rank == 0 else None)
         all_or_none(lambda: _write(region, rank, several_hosts=several_hosts))
         lost = broadcast_object(all_or_none(lambda: _lost(region, ranks) if rank == 0 else []))

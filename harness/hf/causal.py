@@ -276,16 +276,14 @@ def assemble(
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
-    # Before adapters are injected, which changes the names of parameters.
-    base, form = _weight_source(source, model, seed, part)
+    base, form = _weight_source(source, model, seed, part)  # before adapters rename parameters
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
     if adaptation is not None:
         adaptation.inject(model, keep_ties=isinstance(source.weights, Path))
     values: ModelWeights = base if source.has_values else NoValues()
     weights: WeightSource = values if adaptation is None else adaptation.weights(values, seed)
-    # Before `_examine`, which takes the layers and their buffers out of the model.
-    in_fp32, buffers = dtypes_in_16_bits(model, dtype)
+    in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
     outer.uses_rng |= noise is not None

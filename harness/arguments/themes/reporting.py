@@ -111,6 +111,7 @@ def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObje
         if name not in args.reporters() and not stated.get("enabled"):
             continue
         if name in FILES:
+            # An empty output_path, DeepSpeed's default, would put the files in the working directory.
             given = {key: value for key, value in stated.items() if value}
             merged = {"output_path": name, "job_name": job, **given, **({"job_name": job} if args.run_name else {})}
             path = Path(merged["output_path"], merged["job_name"])

@@ -148,6 +148,7 @@ class Stored:
             for index, part in enumerate(into):
                 self._run(part, at + index * step + before)
             return
+        # Short gaps between the rows are read too: the kernel reads whole pages anyway, and one read does for all rows.
         apart = (step - wanted) * size > GAP_BYTES
         rows = max(BLOCK_BYTES // (step * size), 1)
         for first in range(0, len(into), rows):

@@ -329,6 +329,7 @@ def _predicted(
         return None
     spec.console.say(str(found))
     if not spec.args.skip_memory_check:
+        # Each host checks its own ranks: if one refuses, all ranks stop, or they would wait for it in a collective.
         warning = all_or_none(found.require_memory)
         if warning is not None:
             spec.console.warn(warning)

@@ -153,6 +153,7 @@ def model_source(model: Model) -> ModelSource | None:
         return ModelSource.of_model(model)
     if isinstance(model, ModelSource):
         return model
+    # DistributedDataParallel keeps the model it wraps as `module`, torch.compile as `_orig_mod`.
     inner = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), None)
     if inner is not None and not isinstance(model, Sequence | nn.Sequential):
         raise UserError(f"the model is wrapped in a {type(model).__name__}: give the model inside, its .{inner}")
@@ -359,6 +360,7 @@ def trainable_layers(
     """
     if loss_fn is None:
         raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
+    # The list itself stands for "none is wrong": None would not do, as it may be a wrong layer.
     wrong = next((layer for layer in layers if not callable(layer) and not isinstance(layer, LayerSpec)), layers)
     if not layers or wrong is not layers:
         what = "is empty" if not layers else f"contains a {type(wrong).__name__}"
@@ -380,6 +382,7 @@ def trainable_layers(
 
 def require_compilable(trainable: TrainableModel, backend: str, options: JsonObject | None = None) -> None:
     """Raise UserError for an unknown backend or options of torch.compile, and for models it cannot compile."""
+    # With those tagged debug, such as eager and aot_eager, which torch omits by default: people find faults with them.
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise UserError(f"compile.backend: torch has no backend {backend!r}; it has {one_of(known)}")
@@ -393,6 +396,8 @@ def require_compilable(trainable: TrainableModel, backend: str, options: JsonObj
             "compile.enabled compiles the decoder layers of a HuggingFace model; for a list of layers remove it, and "
             "compile what you like in the layers themselves"
         )
+    # Inductor replaces torch's random functions by a kernel of its own (its fallback_random is off by default): other
+    # numbers than those that KeyedRng keeps equal in all layouts.
     if trainable.traits.uses_rng:
         raise UserError(
             "compile.enabled: the model uses dropout or other random numbers, which torch.compile would change; "

@@ -70,6 +70,7 @@ def restore_best(
         note_checkpoint(state, checkpoint, state.best_metric)
         return None
     best = _named(args, state.best_global_step, state.best_metric)
+    # Early stopping and `--save_strategy best` compare only the metric: they go on without the checkpoint.
     if not args.load_best_model_at_end:
         return None
     forget_unsaved(args, state)

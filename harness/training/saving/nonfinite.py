@@ -39,9 +39,11 @@ class NonFinite:
     def judge(self, step: int, outcome: StepOutcome, engine: Engine) -> None:
         """Check a step's outcome; all ranks call it. Raises UserError with `stop`, NonFiniteStep with `rollback`."""
         lost = not isfinite(outcome.loss)
+        # With dynamic loss scaling, gradients overflow by design: DeepSpeed skips the step and lowers the scale.
         overflow = not outcome.finite_gradient and not engine.scales_loss
         if not lost and not overflow:
             return
+        # Loss and gradient norm are equal on all ranks, so all ranks come here: else the gather would hang.
         seen = all_gather_object(engine.evidence())
         what = f"the loss is {outcome.loss}" if lost else "the gradient is not finite, although the loss is"
         text = f"step {step}: {what} ({origin(seen, loss=lost)})"
