@@ -189,15 +189,26 @@ class StepRecorder(TorchDispatchMode):
         self, func: Operation, _types: object, args: Positional = (), kwargs: Keyword | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
+        # Views run no kernel, but their backward passes do: those are found by where the view was made.
+        place, backward = self._place()
         if func.namespace == "c10d":
-            self._record_collective(func.overloadpacket.__name__, args)
+            self._record_collective(func.overloadpacket.__name__, args, place)
         elif (kernel := kernel_of(self._hardware, func, args, kwargs or {}, result)) is not None:
-            self._record(func, kernel, args, kwargs or {}, result)
+            self._record(func, kernel, args, kwargs or {}, result, place, backward=backward)
         return result
 
-    def _record(self, func: Operation, kernel: Kernel, args: Positional, kwargs: Keyword, result: object) -> None:
+    def _record(
+        self,
+        func: Operation,
+        kernel: Kernel,
+        args: Positional,
+        kwargs: Keyword,
+        result: object,
+        place: _Place,
+        *,
+        backward: bool,
+    ) -> None:
         reads, writes = _reads_and_writes(func, kernel.name, args, kwargs, result)
-        place, backward = self._place()
         kernels = kernels_of(kernel.name, args)
         self.recorded.append(
             Recorded(
@@ -214,7 +225,7 @@ class StepRecorder(TorchDispatchMode):
             )
         )
 
-    def _record_collective(self, name: str, args: Sequence[object]) -> None:
+    def _record_collective(self, name: str, args: Sequence[object], place: _Place) -> None:
         group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         operation = OPERATIONS.get(name, name.removesuffix("_"))
         size = max(
@@ -225,12 +236,12 @@ class StepRecorder(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
         if len(ranks) > 1:
             seconds = collective(self._hardware, operation, ranks, size)
-            part = self._place()[0].part or REDUCTION
+            part = place.part or REDUCTION
             self.recorded.append(Recorded(name=operation, part=part, bytes=size, seconds=seconds, collective=True))
 
     def _place(self) -> tuple[_Place, bool]:
         """Return where the operation that runs now belongs, and whether that is in a backward pass."""
-        part = self._part_of_stack(sys._getframe(3))  # noqa: SLF001  # as in torch: who called
+        part = self._part_of_stack(sys._getframe(2))  # noqa: SLF001  # as in torch: who called
         if self._calls:  # also where a backward pass recomputes a layer
             module, call = self._calls[-1]
             if part is None and "norm" in type(module).__name__.lower():
