@@ -6,6 +6,7 @@ a process starts.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
-from harness.arguments.configure import fewest_ranks
+from harness.arguments.configure import read_config
 from harness.checkpoint.integrity import require_unused
 from harness.command_line import add_flags, parse
 from harness.command_line.fewer_ranks import KINDS
+from harness.config import ConfigCheck
+from harness.config.values.view import ConfigView
 from harness.console import print_if_heard
 from harness.errors import UserError
 from harness.installed import config_check
@@ -62,6 +65,21 @@ def train(argv: Sequence[str]) -> int:
         if args.trains and args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             require_unused(Path(args.output_dir))
     return start(options)
+
+
+def fewest_ranks(args: TrainingArguments, check: ConfigCheck | None) -> int:
+    """Return the smallest number of ranks for the layout: a single copy of the model, if its sizes allow that.
+
+    Raises UserError if the config cannot be read; `check` reads it.
+    """
+    view = ConfigView(
+        data=read_config(args.deepspeed_config, check).data,
+        pp_override=args.pipeline_parallel_size,
+        tp_override=args.tensor_parallel_size,
+        ep_override=args.expert_parallel_size,
+        cp_override=args.context_parallel_size,
+    )
+    return view.pp_size * view.tp_size * math.lcm(view.cp_size, max(1, view.ep_size // view.tp_size))
 
 
 def _on_devices_here(options: Options, args: TrainingArguments) -> Options:

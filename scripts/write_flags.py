@@ -9,10 +9,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.arguments import TrainingArguments
-from harness.arguments.themes.flags import Help, groups, shown_default
+from harness.arguments.themes.flags import Help, groups
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line.parsing import shown_default
 
 HEAD = """# Every flag
 

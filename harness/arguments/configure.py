@@ -11,7 +11,6 @@ from harness.arguments.themes.reporting import monitor_sections, require_inside,
 from harness.config import AutoValues, ConfigCheck, Resolved
 from harness.config.resolving.resolve import complete, read, resolve_before_data
 from harness.config.values.config_file import ConfigFile
-from harness.config.values.view import ConfigView
 from harness.errors import UserError
 
 
@@ -79,21 +78,6 @@ def read_run_config(
     require_packages(monitor_sections(args, args.output_dir, resolved.config))
     require_inside(args.output_dir, resolved.config)
     return RunConfig(document=document, values=values, resolved=resolved)
-
-
-def fewest_ranks(args: TrainingArguments, check: ConfigCheck | None) -> int:
-    """Return the smallest number of ranks for the layout: a single copy of the model, if its sizes allow that.
-
-    Raises UserError if the config cannot be read; `check` reads it.
-    """
-    view = ConfigView(
-        data=read_config(args.deepspeed_config, check).data,
-        pp_override=args.pipeline_parallel_size,
-        tp_override=args.tensor_parallel_size,
-        ep_override=args.expert_parallel_size,
-        cp_override=args.context_parallel_size,
-    )
-    return view.pp_size * view.tp_size * math.lcm(view.cp_size, max(1, view.ep_size // view.tp_size))
 
 
 def _auto_values(args: TrainingArguments, world_size: int) -> AutoValues:

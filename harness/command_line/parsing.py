@@ -11,12 +11,12 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
 from functools import partial
 from typing import Any, NoReturn
 
 from harness.arguments.precision import computes_in_bf16, is_auto
-from harness.arguments.themes.flags import ALIASES, Flags, Help, flags_of, groups, require_one_name, shown_default
+from harness.arguments.themes.flags import ALIASES, Flags, Help, default_of, flags_of, groups, require_one_name
 from harness.command_line.config_file import ConfigFlag, read_config_file
 from harness.command_line.other_programs import is_idle, other_programs, refusal
 from harness.completion import propose
@@ -41,6 +41,14 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Flags]) -> None:
     """Add a flag for each field of a dataclass, grouped by theme, with its type, default and help."""
     for group in groups(kind):
         _add_group(parser.add_argument_group(group.TITLE), group)
+
+
+def shown_default(item: Field[object]) -> str:
+    """Return a flag's default as text for the user; "" without a default."""
+    default = default_of(item)
+    if isinstance(default, list):
+        return " ".join(map(str, default))
+    return "" if default is None or default is MISSING else str(default)
 
 
 def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from harness.checkpoint.integrity import is_checkpoint, listed_files, require_listed_weights
 from harness.data.stops import stop_tokens, with_stop_tokens
 from harness.data.templates import Template
-from harness.data.tokenizer import MARK
+from harness.data.tokenizer import MARK, require_vocabulary
 from harness.errors import UserError
-from harness.hf.locate import ADAPTERS, model_directory, require_vocabulary
+from harness.hf.locate import ADAPTERS, model_directory
 from harness.verb_parser import Boolean, VerbParser, name_or_path, number, whole_number
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from harness.config.model.files import TOKENIZER_FILES, has_tokenizer, has_weigh
 from harness.config.model.hub import TEXTS, Wanted, fetch
 from harness.config.values.json_file import read_json, require_regular_files
 from harness.errors import UserError
-from harness.hf.locate import require_vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -240,6 +239,18 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
     require_vocabulary(tokenizer, directory)
     end_of_document_id(tokenizer)
     return tokenizer
+
+
+def require_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> None:
+    """Raise UserError for a tokenizer with only special tokens, for which every text is empty.
+
+    transformers makes such a tokenizer if the directory has its config but not its vocabulary.
+    """
+    if len({*tokenizer.get_vocab().values()} - {*tokenizer.added_tokens_decoder}) < 2:  # T5's has the space beside them
+        raise UserError(
+            f"{directory} has a tokenizer without a vocabulary, only special tokens: add its files, such as "
+            "tokenizer.json"
+        )
 
 
 def _is_marked(directory: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -89,17 +89,6 @@ def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
         optimizer = optimizer.optimizer
     found: Optimizer = optimizer
     return found
-
-
-def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that an engine's optimizer holds after its first step, besides `parameters`.
-
-    These are its states, and the tensors that it updates instead of parameters, such as float32 copies.
-    """
-    inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
-    updated = [tensor for tensor in inner.state if id(tensor) not in of_model]
-    states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
-    return [*updated, *states]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from harness.topology.processes import peak_resident_bytes
 
 GIB = 2**30
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass
@@ -46,21 +44,3 @@ def host_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
     return peak_resident_bytes()
-
-
-def device_limit_bytes(device: torch.device) -> int | None:
-    """Return the memory of an accelerator in bytes; None for a CPU, whose ranks share the host's memory."""
-    return None if device.type == "cpu" else int(get_accelerator().total_memory(device.index))
-
-
-def host_limit_bytes() -> float:
-    """Return the memory limit of all processes on this host: memory plus swap, or the container's limit, in bytes."""
-    limits = [float("inf")]
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        limits.append(sizes["MemTotal"] + sizes.get("SwapTotal", 0))
-    for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # "max" is not a number
-            limits.append(int(Path(path).read_text(encoding="ascii")))
-    return min(limits)

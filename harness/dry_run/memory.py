@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from harness.deepspeed.flat_tensors import EngineOptimizer
 from harness.deepspeed.no_peers import gradients_of
-from harness.deepspeed.optimizer_states import held_by_optimizer
+from harness.deepspeed.optimizer_states import torch_optimizer
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.dry_run.ledger import Ledger
 
@@ -115,3 +116,14 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
     for tensor in tensors:
         sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return dict(sizes)
+
+
+def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that an engine's optimizer holds after its first step, besides `parameters`.
+
+    These are its states, and the tensors that it updates instead of parameters, such as float32 copies.
+    """
+    inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
+    updated = [tensor for tensor in inner.state if id(tensor) not in of_model]
+    states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
+    return [*updated, *states]

@@ -43,7 +43,7 @@ from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
-from harness.parallel.pipeline.staged_module import build_layers, pack_payload, recomputed_blocks
+from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, build_layers, pack_payload
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy
 from harness.parallel.token_exchange import Route
@@ -379,3 +379,10 @@ def _experts_by_token(module: nn.Module, dtype: torch.dtype) -> bool:
     for each in experts:
         run_experts_by(each.config, "batched_mm")
     return bool(experts)
+
+
+def recomputed_blocks(module: nn.Module) -> int:
+    """Return the number of recomputed runs of layers in a stage or in a whole model."""
+    if isinstance(module, LayerSequence):
+        return sum(recomputed for _, recomputed in module.blocks)
+    return sum(recomputed for _, recomputed in module.blocks()) if isinstance(module, StagedModule) else 0

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.config.model.facts import require_countable
 from harness.config.model.hub import MODEL, fetch
 from harness.config.values.json_file import read_json, require_regular_files
 from harness.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 PRESETS = MODELS / "presets"
@@ -57,18 +52,6 @@ def model_directory(name: str, flag: str = MODEL.flag) -> Path:
     require_regular_files(directory)
     require_countable(content, str(config))
     return directory
-
-
-def require_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: str | os.PathLike[str]) -> None:
-    """Raise UserError for a tokenizer with only special tokens, for which every text is empty.
-
-    transformers makes such a tokenizer if the directory has its config but not its vocabulary.
-    """
-    if len({*tokenizer.get_vocab().values()} - {*tokenizer.added_tokens_decoder}) < 2:  # T5's has the space beside them
-        raise UserError(
-            f"{directory} has a tokenizer without a vocabulary, only special tokens: add its files, such as "
-            "tokenizer.json"
-        )
 
 
 def plan_file(model_type: str) -> Path | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup
-from harness.device.memory import device_limit_bytes, host_limit_bytes
 from harness.errors import UserError
 from harness.hf.counts import counts_of
 from harness.hf.skeleton import ModelSource
@@ -23,6 +25,8 @@ from harness.planner.model_config import decoder_of, with_counts
 from harness.planner.step import strategy_stages
 from harness.topology.layout import Layout
 from harness.wording import counted
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +164,21 @@ def _described(device: torch.device) -> str | None:
         return None
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
     return next((name for name in reversed(names()) if set(name.split("-")) <= set(words)), None)
+
+
+def device_limit_bytes(device: torch.device) -> int | None:
+    """Return the memory of an accelerator in bytes; None for a CPU, whose ranks share the host's memory."""
+    return None if device.type == "cpu" else int(get_accelerator().total_memory(device.index))
+
+
+def host_limit_bytes() -> float:
+    """Return the memory limit of all processes on this host: memory plus swap, or the container's limit, in bytes."""
+    limits = [float("inf")]
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        limits.append(sizes["MemTotal"] + sizes.get("SwapTotal", 0))
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # "max" is not a number
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min(limits)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from harness.config.values.batch import left_waits
+from harness.config.values.step_time import left_waits
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import (
     COLLECTIVE_OPERATIONS,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
+import shutil
 import socket
 import subprocess
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from harness.resilience.options import HOSTFILE, Options
 from harness.topology.env import SECRET, inherited
 from harness.topology.interfaces import address_towards, listen_at
 from harness.topology.processes import own_python
-from harness.topology.slurm import Allocation, address_of
+from harness.topology.slurm import address_of, ask, in_step, tasks_on_node
 from harness.verb_parser import integer
 
 DS_HARNESS = tuple(own_python("-m", "harness.cli"))
@@ -75,6 +77,26 @@ class HostDevices:
         lines = [line.strip() for path in ENVIRONMENT_FILES if path.is_file() for line in path.read_text().splitlines()]
         stated = [line.partition("=") for line in lines if "=" in line and not line.startswith("#")]
         return {**inherited(*EXPORTED), **{name: value for name, _, value in stated}, **inherited(SECRET)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The nodes of a batch job or of salloc."""
+
+    hosts: tuple[str, ...]
+    tasks_per_node: int
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Allocation | None:
+        """Return this shell's allocation; None without one or in a job step. Raises UserError if it cannot be read."""
+        nodes = environ.get("SLURM_JOB_NODELIST")
+        if nodes is None or in_step(environ) or shutil.which("scontrol") is None:
+            return None
+        names = ask("scontrol", "show", "hostnames", nodes).split()
+        if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
+            raise UserError(f"`scontrol show hostnames {nodes}` gives no names of hosts: ask whether Slurm is up")
+        tasks = environ.get("SLURM_GPUS_ON_NODE") or str(tasks_on_node(environ.get("SLURM_TASKS_PER_NODE", "1"), 0))
+        return cls(hosts=tuple(names), tasks_per_node=int(tasks) if tasks.isdigit() else 1)
 
 
 def find_hosts(options: Options) -> tuple[HostDevices, ...]:

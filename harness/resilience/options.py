@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,6 @@ from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.resilience.hostfile import MOST_SLOTS
 from harness.topology.env import inherited
-from harness.topology.interfaces import is_host
 from harness.topology.launchers import HostAssignment
 from harness.verb_parser import LARGEST, Boolean, VerbParser, integer
 
@@ -229,3 +229,17 @@ def add_launch_flags(parser: argparse._ActionsContainer, *, of_any_script: bool 
     for names, takes in other_programs().ignored_by_launch.items():
         ignored = {"action": Boolean} if takes == "true or false" else {"choices": None if takes == "any" else takes}
         parser.add_argument(*names, dest=IGNORED, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **ignored)
+
+
+def is_host(name: str) -> bool:
+    """Return whether a text may be a host name or an address (IPv6 also in brackets)."""
+    if name.startswith("[") or ":" in name:
+        bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+        try:
+            return ipaddress.ip_address(bare.partition("%")[0]).version == 6
+        except ValueError:
+            return False
+    try:
+        return re.fullmatch(r"[\w.-]+", name) is not None and len(name.encode("idna")) < 254
+    except UnicodeError:  # a part of the name is empty or longer than 63 characters
+        return False

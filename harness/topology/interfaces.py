@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
-import re
 import socket
 from collections.abc import Mapping
 
@@ -26,20 +24,6 @@ def interface_to(host: str, port: int) -> str | None:
         if ours in (each.address.partition("%")[0] for each in addresses):
             return str(name)
     return None
-
-
-def is_host(name: str) -> bool:
-    """Return whether a text may be a host name or an address (IPv6 also in brackets)."""
-    if name.startswith("[") or ":" in name:
-        bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-        try:
-            return ipaddress.ip_address(bare.partition("%")[0]).version == 6
-        except ValueError:
-            return False
-    try:
-        return re.fullmatch(r"[\w.-]+", name) is not None and len(name.encode("idna")) < 254
-    except UnicodeError:  # a part of the name is empty or longer than 63 characters
-        return False
 
 
 def address_towards(host: str, port: int) -> str:

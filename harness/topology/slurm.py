@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from harness.errors import UserError
 
@@ -57,23 +56,3 @@ def ask(*command: str) -> str:
     except OSError as error:
         raise UserError(f"`{' '.join(command)}` cannot be started: {error.strerror or error}") from error
     return done.stdout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """The nodes of a batch job or of salloc."""
-
-    hosts: tuple[str, ...]
-    tasks_per_node: int
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Allocation | None:
-        """Return this shell's allocation; None without one or in a job step. Raises UserError if it cannot be read."""
-        nodes = environ.get("SLURM_JOB_NODELIST")
-        if nodes is None or in_step(environ) or shutil.which("scontrol") is None:
-            return None
-        names = ask("scontrol", "show", "hostnames", nodes).split()
-        if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
-            raise UserError(f"`scontrol show hostnames {nodes}` gives no names of hosts: ask whether Slurm is up")
-        tasks = environ.get("SLURM_GPUS_ON_NODE") or str(tasks_on_node(environ.get("SLURM_TASKS_PER_NODE", "1"), 0))
-        return cls(hosts=tuple(names), tasks_per_node=int(tasks) if tasks.isdigit() else 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.values.batch import left_waits
+from harness.config.values.step_time import left_waits
 from harness.schedules import model_chunks
 from tests.support.ranks import run_ranks
 from tests.support.simulated_device.timing import Timed, timed_all

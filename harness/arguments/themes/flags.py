@@ -92,14 +92,6 @@ def default_of(item: Field[object]) -> object:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-def shown_default(item: Field[object]) -> str:
-    """Return a flag's default as text for the user; "" without a default."""
-    default = default_of(item)
-    if isinstance(default, list):
-        return " ".join(map(str, default))
-    return "" if default is None or default is MISSING else str(default)
-
-
 def _is_taken(item: Field[object]) -> bool:
     """Return whether the constructor takes a field: every flag, and a program's own fields unless `init=False`."""
     return item.init or isinstance(item.metadata.get("help"), Help)

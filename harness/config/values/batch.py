@@ -6,12 +6,12 @@ parallelism, the data-parallel size counts, not the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.config.values.arguments import AutoValues
 from harness.config.values.pointers import AUTO, lookup, whole
-from harness.schedules import DEFAULT, ModelChunks, model_chunks, named
+from harness.schedules import DEFAULT, model_chunks, named
 from harness.wording import counted
 
 LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # number of gradient elements that ZeRO reduces at once
@@ -110,7 +110,7 @@ def bubble(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_
     m >= 2 p (section 6).
     """
     chunks = model_chunks(num_stages, schedule, chunks_per_stage)
-    waits = _waits(chunks, micro_batches, schedule)
+    waits = named(schedule).waits(chunks, micro_batches) if num_stages > 1 else 0
     return waits / (3 * micro_batches * chunks.per_stage + waits)
 
 
@@ -123,40 +123,11 @@ def bucket_elements(hidden: int) -> int:
     return min(max(hidden**2, LEAST_BUCKET), MOST_BUCKET)
 
 
-def left_waits(num_stages: int, micro_batches: int, schedule: str, chunks_per_stage: int | None = None) -> float:
-    """Return a schedule's idle time as a fraction of 1F1B's; 1 for a single stage, which never idles."""
-    chunks = model_chunks(num_stages, schedule, chunks_per_stage)
-    return (
-        _waits(chunks, micro_batches, schedule) / (3 * chunks.per_stage * (num_stages - 1)) if num_stages > 1 else 1.0
-    )
-
-
-def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
-    """Return a stage's idle time per step, in units of the forward pass of one chunk."""
-    return named(schedule).waits(chunks, micro_batches) if chunks.num_stages > 1 else 0
-
-
 def idle(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> str:
     """Return a sentence such as `2 stages with 1 micro-batch are idle for 50% of a step`."""
     batches = counted(micro_batches, "micro-batch", "micro-batches")
     share = bubble(num_stages, micro_batches, schedule, chunks_per_stage)
     return f"{num_stages} stages with {batches} are idle for {share:.0%} of a step"
-
-
-def pipeline_seconds(
-    stages: Sequence[float], micro_batches: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None
-) -> float:
-    """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each further one
-    takes as long as the slowest stage.
-
-    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-    section 2.2.1, extended to stages of unequal time. Schedules other than 1F1B have only a fraction of the idle time.
-
-    Args:
-        stages: seconds of a forward and backward of one micro-batch, by stage.
-    """
-    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, chunks_per_stage)
-    return micro_batches * max(stages) + waits
 
 
 def micro_batches_wanted(num_stages: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.checkpoint.directories import TrainingProgress
 from harness.checkpoint.tensors.local_shard import LocalShard
-from harness.config.values.batch import pipeline_seconds
+from harness.config.values.step_time import pipeline_seconds
 from harness.deepspeed.schedule import Observer, Operands
 from harness.device.moments import Moment, moment, seconds_between
 from harness.extras.rebalancing.exchange import exchange

@@ -144,13 +144,6 @@ def is_recomputed(layers: Sequence[LayerCall]) -> bool:
     return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
 
 
-def recomputed_blocks(module: nn.Module) -> int:
-    """Return the number of recomputed runs of layers in a stage or in a whole model."""
-    if isinstance(module, LayerSequence):
-        return sum(recomputed for _, recomputed in module.blocks)
-    return sum(recomputed for _, recomputed in module.blocks()) if isinstance(module, StagedModule) else 0
-
-
 def shared_parameters(layers: Iterable[LayerCall]) -> set[nn.Parameter]:
     counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
     return {parameter for parameter, count in counts.items() if count > 1}

@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import TypeAlias
 
 from harness.config.values.batch import bubble as idle_share
-from harness.config.values.batch import pipeline_seconds
 from harness.config.values.json_object import JsonObject
+from harness.config.values.step_time import pipeline_seconds
 from harness.report.profile.record import COMPUTING, RankProfile, Span, StepProfile
 
 PEERS = {

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.config.values.batch import pipeline_seconds
+from harness.config.values.step_time import pipeline_seconds
 from harness.extras.rebalancing.rebalancer import corrected
 
 

@@ -16,10 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from harness import TrainingArguments, UserError
 from harness.composition import installed_parts
 from harness.console import plain_console
-from harness.device.memory import host_limit_bytes
 from harness.planner import forecast as forecasts
 from harness.planner.estimate import Prediction
-from harness.planner.forecast import Forecast, forecast, require_states
+from harness.planner.forecast import Forecast, forecast, host_limit_bytes, require_states
 from harness.report.run_files import RunFiles, expected_parts
 from harness.topology.env import LaunchEnv
 from harness.training.parts.data import UserData

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.arguments import TrainingArguments
-from harness.arguments.configure import fewest_ranks
 from harness.cli import main
 from harness.command_line.fewer_ranks import KINDS
 from harness.command_line.parsing import known_flags
@@ -19,6 +18,7 @@ from harness.installed import config_check
 from harness.resilience import starter
 from harness.resilience.hosts import HostDevices
 from harness.resilience.options import USAGE, read_options, training_options
+from harness.start import fewest_ranks
 from scripts.write_verbs import parser_of
 
 PLAIN = read_options(["train.py"])

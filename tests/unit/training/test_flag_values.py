@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from transformers import HfArgumentParser
 
 from harness import TrainingArguments, UserError
-from harness.arguments.themes.flags import Flags, flag, groups, shown_default
+from harness.arguments.themes.flags import Flags, flag, groups
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line.parsing import shown_default
 from harness.config.values.typed import typed
 from harness.errors import UserErrors
 from harness.hf.locate import model_directory

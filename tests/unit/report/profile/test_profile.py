@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.values.batch import bubble as idle_share
-from harness.config.values.batch import pipeline_seconds
+from harness.config.values.step_time import pipeline_seconds
 from harness.report.profile.record import FOLDER, Span, read_steps, write_step
 from harness.report.profile.summary import largest_of_stage, summary
 from harness.report.profile.timeline import bubble, trace, with_gaps, with_waits
