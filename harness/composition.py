@@ -44,6 +44,7 @@ def _with_data(parts: Parts) -> Parts:
 
 
 def _with_extras(parts: Parts) -> Parts:
+    from harness.extras import output_checks
     from harness.extras.compression import of_run as compression
     from harness.extras.exporting.exporter import Exporter
     from harness.extras.fp8.layers import fp8_layers
@@ -69,6 +70,7 @@ def _with_extras(parts: Parts) -> Parts:
         host_memory=HostMemory.open,
         measure_layers=measured_costs,
         monitors=Monitors,
+        output_checks=output_checks,
         progress=ProgressCallback,
         pushing=pushing,
         read_ahead=ReadAhead,

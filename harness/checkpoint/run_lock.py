@@ -44,21 +44,6 @@ def lock_directory(directory: Path) -> None:
         raise UserError(f"--output_dir {directory}: cannot be written: {reason(error, directory)}") from error
 
 
-def is_lent_twice(directory: Path) -> bool:
-    """Return whether this process can take a lock that another host holds, so that locks do not work across hosts."""
-    try:
-        descriptor = open_no_link(directory / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
 def unlock_directory(directory: Path) -> None:
     """Release the lock if this process holds it."""
     if (descriptor := HELD.pop(directory, None)) is not None:

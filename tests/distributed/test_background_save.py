@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from harness import Trainer, TrainerCallback
-from harness.checkpoint import trial
 from harness.checkpoint.tensors import tensor_writer
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles
 from harness.device.process_group import all_arrive
 from harness.errors import UserError
+from harness.extras import output_checks
 from tests.support.ranks import run_ranks
 from tests.support.training import Job, arguments_of, rows, tiny_model
 
@@ -92,7 +92,7 @@ def where_one_rank_fails(job: Job, folder: str) -> list[str]:
     """What is said when one rank cannot read a trial back, write or begin an export, write a card, or see the mount."""
     rank = dist.get_rank()
     begin = partial(Trainer, job.model, arguments_of(job, folder), rows())
-    with patch.object(trial, "_lost", side_effect=OSError(errno.EIO, "Input/output error"), return_value=[]):
+    with patch.object(output_checks, "_lost", side_effect=OSError(errno.EIO, "Input/output error"), return_value=[]):
         said = [told(begin)]
     trainer = begin()
     full, gone = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.ENOTCONN, "not connected")

@@ -17,10 +17,10 @@ from harness.data.inputs import datasets as inputs
 from harness.data.on_disk.cache import once_per_host
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
+from harness.extras.output_checks import require_shared
 from harness.topology.agreement import all_gather_on_host, broadcast_object, check_agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
-from harness.training.prepare.preparation import require_shared
 from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.ranks

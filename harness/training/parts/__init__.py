@@ -28,6 +28,7 @@ from harness.hf.context.plan import TokenSplitSupport
 from harness.hf.skeleton import ModelSource
 from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
+from harness.topology.agreement import HostValues
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups
 from harness.topology.hosts import Hosts
@@ -125,6 +126,16 @@ PlanTokens: TypeAlias = Callable[[PretrainedConfig], TokenSplitSupport]
 """Determines which modules of a config's model can compute a subset of the tokens."""
 
 
+class ChecksOutput(Protocol):
+    """Checks before the first step that checkpoints can be written to the output directory; all ranks call both."""
+
+    def require_shared(self, output_dir: Path, rank: int, world_size: int) -> None:
+        """Raise UserError on all ranks if one cannot see a file that rank 0 writes there."""
+
+    def require_writable(self, output_dir: Path, here: HostValues[int], rank: int, console: Console) -> None:
+        """Raise UserError on all ranks if no checkpoint can be written; warn if hosts do not share the run's lock."""
+
+
 class FuseOperations(Protocol):
     """Has layers compute norms, rotary embeddings and gated activations in fewer operations."""
 
@@ -204,6 +215,7 @@ class Parts:
         data: makes samples from text and conversations.
         watch: ends a run if a rank fails, hangs or is stopped.
         verify_sharding, require_packable, plan_tokens: each tries one property of the model on a tiny copy.
+        output_checks: checks that checkpoints can be written; without it, a run finds out at its first save.
         adapters: finds the adapters to train instead of the model's weights.
         fusing: fuses operations of layers; without it they run as transformers has written them.
         read_ahead: reads steps in that many worker processes (`--dataloader_num_workers`).
@@ -232,6 +244,7 @@ class Parts:
     verify_sharding: VerifySharding | None = None
     require_packable: RequirePackable | None = None
     plan_tokens: PlanTokens | None = None
+    output_checks: ChecksOutput | None = None
     adapters: FindAdapters | None = None
     fusing: FuseOperations | None = None
     read_ahead: Callable[..., StepReader] | None = None

@@ -6,8 +6,6 @@ All ranks meet and compare config, code, model and data before the model is buil
 from __future__ import annotations
 
 import shutil
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -20,15 +18,14 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from harness.atomic import room, sync_folder
+from harness.atomic import room
 from harness.batches.collate import MicroBatch, TokenCollator
 from harness.batches.evaluation import by_prefix, evaluation_digest
 from harness.batches.order import SeveralSources
 from harness.batches.stream import BatchStream, dataset_length
 from harness.checkpoint.integrity import run_id
-from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
+from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.saved_run import SavedRun
-from harness.checkpoint.trial import try_saving
 from harness.console import Console
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
@@ -58,15 +55,11 @@ from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.resilience.process.activity import ACTIVITY
 from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import (
-    HostValues,
-    all_gather_object,
     all_gather_on_host,
     all_or_none,
-    any_rank,
     broadcast_object,
     check_agreement,
     gather_object,
-    spell_ranks,
 )
 from harness.topology.groups import Groups, build_groups
 from harness.topology.hosts import Hosts, host_id
@@ -104,9 +97,8 @@ def prepare_run(spec: RunSpec) -> Run:
     # 1. The ranks meet: process groups, one checkpoint to resume, one initial model.
     spec, groups, foreign_groups = _meet(spec)
     here, hosts = all_gather_on_host(host_id(), groups.rank), Hosts(tuple(gather_object(host_id())))
-    if spec.data.train is not None:
-        try_saving(spec.output_dir, several_hosts=here.hosts > 1)
-        _warn_of_locks(spec.output_dir, here, groups.rank, console)
+    if spec.data.train is not None and spec.parts.output_checks is not None:
+        spec.parts.output_checks.require_writable(spec.output_dir, here, groups.rank, console)
     spec, saved = _with_checkpoint(spec)
     if spec.compression is not None and spec.resolved.gradient_bits != 0:
         spec = replace(spec, resolved=spec.compression.settled(spec.resolved, groups, console))
@@ -193,7 +185,8 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, frozenset[dist.ProcessGroup]]
             raise UserError("--use_cpu: DeepSpeed has found a GPU already: set DS_ACCELERATOR=cpu in the environment")
         all_or_none(lambda: require_precision(spec.resolved.precision))  # hosts may have different devices
         all_or_none(lambda: require_device(spec.resolved.config, device))
-        require_shared(spec.output_dir, env.rank, env.world_size)
+        if spec.parts.output_checks is not None:
+            spec.parts.output_checks.require_shared(spec.output_dir, env.rank, env.world_size)
         weights = spec.source.weights if spec.source is not None else None
         check_agreement(
             spec.resolved.config,
@@ -244,17 +237,6 @@ def _with_checkpoint(spec: RunSpec) -> tuple[RunSpec, SavedRun | None]:
         return spec, None
     saved = SavedRun.read(spec.checkpoint)
     return spec if spec.data.train is None else with_steps_left(spec, saved.progress), saved
-
-
-def _warn_of_locks(output_dir: Path, here: HostValues[int], rank: int, console: Console) -> None:
-    """Warn if another host could take the lock that rank 0 holds; all ranks call it."""
-    # One rank of each other host tries the lock.
-    looks = min(here.values) == rank and here.number > 0
-    if here.hosts > 1 and any_rank(looks and is_lent_twice(output_dir)):
-        console.warn(
-            f"{output_dir}: file locks are not shared between hosts: a second run on another host is not refused; "
-            "this run notices it at its next save"
-        )
 
 
 def _warn_of_placement(spec: RunSpec, hosts: Hosts) -> None:
@@ -460,44 +442,3 @@ def release(run: Run) -> None:
     leave_memory()
     close_groups(run.foreign_groups)
     unlock_directory(run.spec.output_dir)
-
-
-PATIENCE_S = 3.0  # network file systems may show a new file with a delay
-
-
-def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
-    """Raise UserError on all ranks if one cannot see a file that rank 0 writes to `output_dir`; all ranks call it."""
-    if world_size == 1:
-        return
-
-    def mark() -> Path | None:
-        if rank > 0:
-            return None
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=output_dir, prefix="shared-", delete=False) as file:
-            return Path(file.name)
-
-    marker = broadcast_object(all_or_none(mark))
-    assert marker is not None
-    appears = _appears(output_dir / marker.name)
-    # Also a barrier: all ranks have looked before rank 0 removes the file.
-    is_blind = any_rank(not appears)
-    if rank == 0:
-        marker.unlink()
-    if is_blind:
-        seen = all_gather_object((THIS_RANK.host, appears))
-        blind = [number for number, (_, sees) in enumerate(seen) if not sees]
-        raise UserError(
-            f"--output_dir {output_dir}: {spell_ranks(blind)} (host {seen[blind[0]][0]}) cannot see what rank 0 (host "
-            f"{seen[0][0]}) writes there: give a folder on a file system that all hosts share"
-        )
-
-
-def _appears(path: Path) -> bool:
-    """Return whether a file exists, now or within PATIENCE_S."""
-    until = time.monotonic() + PATIENCE_S
-    while not path.exists() and time.monotonic() < until:
-        with suppress(OSError):
-            sync_folder(path.parent)  # makes an NFS client ask the server again
-        time.sleep(0.1)
-    return path.exists()

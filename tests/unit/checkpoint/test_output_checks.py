@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
+from harness.checkpoint.run_lock import LOCK, lock_directory, unlock_directory
 from harness.checkpoint.tensors import tensor_writer
 from harness.checkpoint.tensors.tensor_writer import OpenFiles
-from harness.checkpoint.trial import try_saving
 from harness.errors import UserError
+from harness.extras.output_checks import is_lent_twice, try_saving
 from tests.unit.training.full_disk import full_disk
 
 pytestmark = pytest.mark.usefixtures("groups")
@@ -51,3 +53,19 @@ def test_a_file_system_that_loses_what_a_rank_writes_is_refused(
 ) -> None:
     monkeypatch.setattr(OpenFiles, "write", lambda *_: None)
     assert "the values of rank 0 are missing from the file" in refused(tmp_path)
+
+
+def test_whether_a_lock_is_lent_twice_is_seen_and_nothing_is_kept(tmp_path: Path) -> None:
+    assert not is_lent_twice(tmp_path)  # there is no lock at all
+    with (tmp_path / LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not is_lent_twice(tmp_path)
+    assert is_lent_twice(tmp_path)  # as on a host that does not know of the other's lock
+    lock_directory(tmp_path)
+    unlock_directory(tmp_path)
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / LOCK).symlink_to(tmp_path / "theirs")
+    assert not is_lent_twice(tmp_path)
