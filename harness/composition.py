@@ -59,6 +59,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.read_ahead import ReadAhead
     from harness.extras.rebalancing.rebalancer import Rebalancer
     from harness.extras.rollback import Rollback
+    from harness.extras.router_loss import router_capture
 
     return replace(
         parts,
@@ -76,6 +77,7 @@ def _with_extras(parts: Parts) -> Parts:
         read_ahead=ReadAhead,
         rebalancer=Rebalancer,
         rollback=Rollback,
+        routers=router_capture,
         user_optimizer=user_optimizer,
     )
 

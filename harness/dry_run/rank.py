@@ -38,6 +38,7 @@ from harness.extras.compression import of_run as compression
 from harness.extras.fp8.layers import fp8_layers
 from harness.extras.fp8.product import on_device
 from harness.extras.fusing import fusing
+from harness.extras.router_loss import router_capture
 from harness.hf.adapters import Adapters
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
@@ -161,7 +162,12 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             max_steps=plan.max_steps,
             compression=compression,
         )
-        parts = Parts(fp8=partial(fp8_layers, kernel=on_device), fusing=fusing, plan_tokens=token_split_support)
+        parts = Parts(
+            fp8=partial(fp8_layers, kernel=on_device),
+            fusing=fusing,
+            plan_tokens=token_split_support,
+            routers=router_capture,
+        )
         trainable = trainable_decoder(plan.source, spec, groups, plan.block_size, plan.adaptation, parts=parts)
         if plan.objective is not None:
             loss = partial(plan.objective.loss, data_group=groups.dp_group)

@@ -30,7 +30,7 @@ from harness.hf.decoder import (
     unequal_shares,
 )
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.router_loss import RouterCapture, router_capture
+from harness.hf.forward.routers import FindRouters, RouterCapture
 from harness.hf.layers.attention import on_any_device
 from harness.hf.locate import PLANS
 from harness.hf.skeleton import (
@@ -250,7 +250,7 @@ def assemble(
     finish: Callable[[nn.Module], None],
     experts: Neighbours | None = None,
     adaptation: Adapters | None = None,
-    router_loss: bool = False,
+    routers: FindRouters | None = None,
     part: Zero3Partition | None = None,
     whole_logits: bool = False,
     keep_fp32: bool = False,
@@ -266,7 +266,7 @@ def assemble(
         finish: called with each layer once it has its weights (ZeRO-3 partitions them).
         experts: the data-parallel ranks that hold other whole experts; None if all experts are sharded.
         adaptation: adapters that are trained instead of the weights.
-        router_loss: whether to add the model's own router loss.
+        routers: finds the routers whose loss is added; None to add no router loss.
         part: the partition of a parameter that `finish` keeps (ZeRO-3); only it is read or initialised.
         whole_logits: whether each rank computes all logits.
         keep_fp32: whether parameters that the family keeps in float32 stay float32.
@@ -285,7 +285,7 @@ def assemble(
     weights: WeightSource = values if adaptation is None else adaptation.weights(values, seed)
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
-    outer, router = _examine(source, model, device, router_loss)
+    outer, router = _examine(source, model, device, routers)
     outer.uses_rng |= noise is not None
     _cast_buffers(model, buffers)
     if adaptation is None:  # with adapters the layers hold parameters under other names
@@ -331,9 +331,9 @@ def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> 
 
 
 def _examine(
-    source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
+    source: ModelSource, model: PreTrainedModel, device: torch.device, routers: FindRouters | None
 ) -> tuple[OuterForward, RouterCapture | None]:
-    """Analyse the model's forward around its layers; also return a capture of router logits if `router_loss`."""
+    """Analyse the model's forward around its layers; also return a capture of router logits if `routers` finds any."""
     if source.prepare is not None:
         source.prepare(model)
     # Find the head first: `OuterForward` replaces it by a placeholder.
@@ -346,7 +346,7 @@ def _examine(
             if does_not_run and (changed := with_key_per_head(source.config)) is not None:
                 raise too_few_key_heads(source.config, changed) from error
             raise
-        return outer, router_capture(outer, head) if router_loss else None
+        return outer, None if routers is None else routers(outer, head)
 
 
 def _computing_apart(

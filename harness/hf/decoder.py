@@ -28,7 +28,7 @@ from harness.hf.context.sequence import SharedSequence
 from harness.hf.forward.chains import Chain
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import CarriedTensor, ForwardOutput, PayloadSpec, StagePayload, Tokens
-from harness.hf.forward.router_loss import RouterCapture
+from harness.hf.forward.routers import RouterCapture
 from harness.hf.layers.call import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
 from harness.parallel.context.sequence_shards import ContextParallel, TokenRows

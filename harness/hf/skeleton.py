@@ -301,7 +301,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32)
     config = copy.deepcopy(config)
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
-        # Only the end of the forward can return them, and asks for them (`forward/router_loss.py`).
+        # Only the end of the forward can return them, and asks for them (`harness/extras/router_loss.py`).
         config.output_router_logits = False
     try:
         with torch.device("meta"):

@@ -25,6 +25,7 @@ from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel
 from harness.hf.context.plan import TokenSplitSupport
+from harness.hf.forward.routers import FindRouters
 from harness.hf.skeleton import ModelSource
 from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
@@ -218,6 +219,7 @@ class Parts:
         output_checks: checks that checkpoints can be written; without it, a run finds out at its first save.
         adapters: finds the adapters to train instead of the model's weights.
         fusing: fuses operations of layers; without it they run as transformers has written them.
+        routers: finds the routers of a mixture of experts that has a router loss (`--output_router_logits`).
         read_ahead: reads steps in that many worker processes (`--dataloader_num_workers`).
         host_memory: opens shared memory for the collectives of CPU ranks on one host.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
@@ -247,6 +249,7 @@ class Parts:
     output_checks: ChecksOutput | None = None
     adapters: FindAdapters | None = None
     fusing: FuseOperations | None = None
+    routers: FindRouters | None = None
     read_ahead: Callable[..., StepReader] | None = None
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None

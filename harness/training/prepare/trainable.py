@@ -27,6 +27,7 @@ from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import UNSPLIT, TokenSplit, idle_tiles
 from harness.hf.decoder import DecoderLayer
+from harness.hf.forward.routers import FindRouters
 from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
@@ -180,7 +181,7 @@ def trainable_decoder(
     Args:
         sequence_length: tokens per sample, for the costs of layers.
         own_loss: a user's loss of the whole logits, replacing the cross entropy.
-        parts: those that fuse operations, compute in fp8, and determine how a sequence can be split.
+        parts: those that fuse operations, compute in fp8, find routers, and determine how a sequence can be split.
     """
     args = spec.args
     config = with_attention(source.config, args.attn_implementation)
@@ -199,7 +200,7 @@ def trainable_decoder(
         finish=finish,
         experts=_neighbours(spec, groups),
         adaptation=adaptation,
-        router_loss=getattr(source.config, "output_router_logits", False),
+        routers=_routers(source.config, parts),
         part=part,
         whole_logits=own_loss is not None,
         keep_fp32=can_keep_fp32(spec.resolved),
@@ -316,6 +317,13 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
         config = copy.deepcopy(config)
         config.router_aux_loss_coef = args.router_aux_loss_coef
     return config
+
+
+def _routers(config: PretrainedConfig, parts: Parts) -> FindRouters | None:
+    """Return what finds the model's routers, if their loss is trained."""
+    if not getattr(config, "output_router_logits", False):
+        return None
+    return needed(parts.routers, "--output_router_logits", "harness.extras")
 
 
 def _require_kept(names: Set[str], spec: EngineSpec, rank: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from harness.extras.router_loss import router_capture
 from harness.hf.causal import CausalModel
 from harness.hf.skeleton import ModelSource
 from harness.parallel.pipeline.staged_module import build_layers
@@ -30,7 +31,7 @@ def routed(family: str) -> PreTrainedModel:
 
 
 def prepared(model: PreTrainedModel) -> CausalModel:
-    return prepare(ModelSource.of_model(model), router_loss=True)
+    return prepare(ModelSource.of_model(model), routers=router_capture)
 
 
 @pytest.mark.parametrize("family", CASES)

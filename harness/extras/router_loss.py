@@ -43,7 +43,7 @@ class RouterOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterCapture:
+class Capture:
     """Collects router logits from the layers, and passes them to the model's own forward at the end.
 
     They are equal on all tensor-parallel ranks.
@@ -133,7 +133,7 @@ class RouterCapture:
                 handle.remove()
 
 
-def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | None:
+def router_capture(outer: OuterForward, head: str | None) -> Capture | None:
     """Return a capture of a model's router logits for its own router loss; None for a model without one.
 
     Args:
@@ -151,7 +151,7 @@ def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | Non
         raise UserError(
             f"{outer.described} does not show which module computes its logits: set output_router_logits to false"
         )
-    capture = RouterCapture(layers=layers, recorders=recorders, base=base)
+    capture = Capture(layers=layers, recorders=recorders, base=base)
     coefficient = _coefficient(outer, capture, head)
     return None if coefficient is None else replace(capture, coefficient=coefficient)
 
@@ -187,7 +187,7 @@ class _Taken(Exception):
 
 
 @torch.no_grad()
-def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> float | None:
+def _coefficient(outer: OuterForward, capture: Capture, head: str) -> float | None:
     """Measure the coefficient of the router loss in the model's own loss; None for a model without a router loss.
 
     It is (loss with router loss - loss without) / router loss. All router logits are 0, and the logits give a cross
@@ -215,7 +215,7 @@ def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> floa
         ) from error
 
 
-def _logits_shape(outer: OuterForward, capture: RouterCapture) -> torch.Size:
+def _logits_shape(outer: OuterForward, capture: Capture) -> torch.Size:
     """Return the shape of one router's logits; its layer runs only up to the router."""
     wanted = min(capture.layers)
 
