@@ -105,11 +105,13 @@ def _with_report(parts: Parts) -> Parts:
 def _with_verify(parts: Parts) -> Parts:
     from harness.verify.packing import require_packable
     from harness.verify.sharding import verify_plan
-    from harness.verify.token_split import token_split_support
 
-    return replace(
-        parts, verify_sharding=verify_plan, require_packable=require_packable, plan_tokens=token_split_support
-    )
+    parts = replace(parts, verify_sharding=verify_plan, require_packable=require_packable)
+    if is_installed("harness.context_parallel"):
+        from harness.verify.token_split import token_split_support
+
+        parts = replace(parts, plan_tokens=token_split_support)
+    return parts
 
 
 def preferences(given: PreferenceArguments) -> Preferences | None:

@@ -20,8 +20,7 @@ from transformers.core_model_loading import build_glob_alternation
 from harness.config.model.facts import experts_of
 from harness.errors import UserError
 from harness.hf.adapters import Adapters, plain_name
-from harness.hf.context.arguments import SplitArguments
-from harness.hf.context.plan import UNSPLIT, TokenSplit
+from harness.hf.context.plan import UNSPLIT, MakeShardedLayer, TokenSplit, TokenSplitSupport
 from harness.hf.context.sequence import SharedSequence
 from harness.hf.decoder import (
     Blueprint,
@@ -364,10 +363,15 @@ def _computing_apart(
         sequence=_shared_sequence(outer, tensor, apart),
         context=apart.context,
         plan=apart.plan if shares or apart.block_tile else None,
-        split=SplitArguments.of(outer) if shares and not apart.plan.whole else None,
+        shard_layer=_shard_layer(outer, apart.plan) if shares and not apart.plan.whole else None,
         loss_tiles=_loss_tiles(outer, apart, whole_logits=whole_logits),
         block_tile=apart.block_tile,
     )
+
+
+def _shard_layer(outer: OuterForward, plan: TokenSplitSupport) -> MakeShardedLayer:
+    assert plan.sharded_layers is not None  # as of every plan that a trial has made
+    return plan.sharded_layers(outer)
 
 
 def _loss_tiles(outer: OuterForward, apart: TokenSplit, *, whole_logits: bool) -> LossTiles | None:

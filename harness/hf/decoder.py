@@ -18,12 +18,11 @@ from functools import partial
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.context.arguments import SplitArguments
-from harness.hf.context.layer import ContextParallelLayer, with_whole_masks
-from harness.hf.context.plan import TokenSplitSupport, own_tokens
+from harness.hf.context.plan import MakeShardedLayer, TokenSplitSupport, own_tokens
 from harness.hf.context.sequence import SharedSequence
 from harness.hf.forward.chains import Chain
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
@@ -31,6 +30,7 @@ from harness.hf.forward.payload import CarriedTensor, ForwardOutput, PayloadSpec
 from harness.hf.forward.routers import RouterCapture
 from harness.hf.layers.call import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
+from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.dropout import expect_shapes, has_dropout
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
@@ -96,7 +96,7 @@ class Blueprint:
         sequence: how ranks share the hidden state between the layers; None: each has all of it.
         context: this rank among the context ranks, if there are any; its logits are those of its shard.
         plan: which modules can compute a subset of the tokens; None without context ranks and tiles in layers.
-        split: cuts the arguments of layers for a shard; None where no layer can.
+        shard_layer: has a layer run on a shard; None where no layer can.
         loss_tiles: lets the epilogue compute the loss in tiles of tokens.
         block_tile: number of tokens that feed-forward blocks and norms compute at a time; 0 for all.
     """
@@ -114,7 +114,7 @@ class Blueprint:
     sequence: SharedSequence | None = None
     context: ContextParallel | None = None
     plan: TokenSplitSupport | None = None
-    split: SplitArguments | None = None
+    shard_layer: MakeShardedLayer | None = None
     loss_tiles: LossTiles | None = None
     block_tile: int = 0
 
@@ -242,10 +242,12 @@ class DecoderLayer(ModelLayer):
         layer = self.get_submodule(name)
         gathered = None if blueprint.plan is None else blueprint.plan.blocks_of(outer.layers[index])
         self.context_layer = None
-        if blueprint.split is not None and self.sequence is not None and gathered is not None:
-            self.context_layer = ContextParallelLayer(layer, gathered, blueprint.split, index, self.sequence.context)
+        if blueprint.shard_layer is not None and self.sequence is not None and gathered is not None:
+            self.context_layer = blueprint.shard_layer(layer, gathered, index, self.sequence.context)
         # otherwise every rank runs the layer on all tokens
-        self.takes_shard = self.sequence is not None and (blueprint.split is None or self.context_layer is not None)
+        self.takes_shard = self.sequence is not None and (
+            blueprint.shard_layer is None or self.context_layer is not None
+        )
         self.share = None
         if self.takes_shard and self.sequence is not None and self.sequence.group is not None:
             self.works_on_share = True
@@ -301,7 +303,7 @@ class DecoderLayer(ModelLayer):
         self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
     ) -> StagePayload:
         """Run the layer on all tokens, but pass on only this rank's tokens."""
-        joined, inputs = sequence.join_all(payload), with_whole_masks(inputs)
+        joined, inputs = sequence.join_all(payload), _with_whole_masks(inputs)
         self._expect(inputs, joined.hidden)
         passed = self._run(joined, joined.hidden, inputs)
         rows = sequence.rows(whole)
@@ -420,6 +422,12 @@ class Epilogue(ModelLayer):
             return sequence.join_all(payload)
         tokens = None if payload.tokens is None else own_tokens(payload.tokens, self.outer, sequence.context)
         return replace(sequence.join(payload), tokens=tokens)
+
+
+def _with_whole_masks(inputs: LayerInputs) -> LayerInputs:
+    """Return the arguments with every `MaskRows` replaced by its whole mask."""
+    args, kwargs = tree_map_only(MaskRows, MaskRows.whole, (inputs.args, dict(inputs.kwargs)))
+    return LayerInputs(args, kwargs, inputs.key)
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:

@@ -9,6 +9,7 @@ be tested. `off` never tests.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from harness.console import Console
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
+from harness.hf.context.plan import TokenSplit
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.token_exchange import Neighbours
@@ -24,11 +26,9 @@ from harness.topology.agreement import all_gather_object, any_rank
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
 from harness.training.engine.spec import EngineSpec
-from harness.training.prepare.trainable import choose_token_split
 from harness.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
 from harness.verify.matrix import is_tested
 from harness.verify.tiny_copy import shrink
-from harness.verify.token_split import token_split_support
 
 TINY_TILE = 5
 """Tokens of a tile in the tiny copy, whose sequences are short."""
@@ -73,7 +73,7 @@ def _refusal(causal: CausalModel, spec: EngineSpec, groups: Groups) -> tuple[flo
         return float("inf"), f"{text}: {hint}", None
     unequal: set[str] = set()
     neighbours = TensorParallel.of(groups.ep_group)
-    cut = partial(_cut, spec=spec, groups=groups, unequal=unequal)
+    cut = partial(_cut, spec=spec, groups=groups, apart=causal.apart, unequal=unequal)
     # Step by step, so that the refusal names the cause: first the model as a list of layers on each rank alone, then
     # sharded over tensor-parallel ranks with distributed experts, then with the tokens split over context ranks.
     difference = find_difference(tiny, cut, ALONE, groups.device)
@@ -99,6 +99,7 @@ def _cut(
     tensor: TensorParallel,
     spec: EngineSpec,
     groups: Groups,
+    apart: TokenSplit,
     unequal: set[str],
     *,
     shared: bool = False,
@@ -107,6 +108,7 @@ def _cut(
     """Return the sharded model.
 
     Args:
+        apart: how the real model computes a subset of the tokens at a time.
         unequal: gets the names of parameters with unequal shares.
         shared: whether context ranks share the tokens.
         neighbours: the ranks over which experts are distributed.
@@ -120,7 +122,13 @@ def _cut(
         finish=lambda _: None,
         experts=Neighbours(ranks=neighbours) if spec.resolved.ep_size > 1 else None,
         sequence_parallel=spec.resolved.sequence_parallel,
-        apart=choose_token_split(source, spec, groups, token_split_support, shared=shared, most=TINY_TILE),
+        apart=replace(
+            apart,
+            context=apart.context if shared else None,
+            loss_tile=min(apart.loss_tile, TINY_TILE),
+            block_tile=min(apart.block_tile, TINY_TILE),
+            attention_tile=min(apart.attention_tile, TINY_TILE),
+        ),
     )
     unequal |= cut.unequal
     return cut

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.context_parallel.arguments import SplitArguments
+from harness.context_parallel.attention import SharedAttention
+from harness.context_parallel.layer import sharded_layers
 from harness.errors import UserError
-from harness.hf.context.arguments import SplitArguments
-from harness.hf.context.layer import named_blocks
-from harness.hf.context.plan import TokenSplitSupport, kind_of_layer, own_tokens
+from harness.hf.context.plan import TokenSplitSupport, kind_of_layer, named_blocks, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.hf.layers.attention import attention_of, on_any_device
 from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, same
 from harness.hf.skeleton import ModelSource
-from harness.parallel.context.attention import SharedAttention
 from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.generators import own_generators
 from harness.parallel.values import Argument
@@ -41,7 +41,8 @@ TRIED = ContextParallel(rank=1, size=3)  # a shard that is neither at the beginn
 
 def token_split_support(config: PretrainedConfig) -> TokenSplitSupport:
     """Return the plan that trials on a tiny copy give, cached. If no copy runs, all modules need all tokens."""
-    return _plan(_Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config))
+    tried = _Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config)
+    return replace(_plan(tried), sharded_layers=sharded_layers)
 
 
 @dataclass(frozen=True)

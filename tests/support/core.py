@@ -19,6 +19,7 @@ PARTS = (
     "harness.checking",
     "harness.cluster",
     "harness.compat",
+    "harness.context_parallel",
     "harness.data",
     "harness.dry_run",
     "harness.extras",

@@ -1,1 +1,1 @@
-"""Layers that work on a shard of the tokens: which of them can, and how they are run."""
+"""Which modules of a model can compute a shard of the tokens, and how ranks split the hidden state between layers."""

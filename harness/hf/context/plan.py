@@ -1,20 +1,40 @@
-"""The parts of a model that can compute a subset of the tokens at a time.
+"""The parts of a model that can compute a subset of the tokens at a time, and the interface of a layer on a shard.
 
-`harness/verify/token_split.py` finds that out by trial on a tiny copy.
+`harness/verify/token_split.py` finds the former by trial on a tiny copy; `harness/context_parallel/` runs the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from harness.hf.context.layer import named_blocks
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
+from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.sequence_shards import ContextParallel
+
+
+class ShardedLayer(Protocol):
+    """Runs a layer on this rank's shard of the tokens."""
+
+    @property
+    def gathered(self) -> Sequence[nn.Module]:
+        """The blocks of the layer that need all tokens."""
+
+    def gather_blocks(self) -> None:
+        """Run the gathered blocks on all tokens. Call it last: its hooks need the inputs after all other hooks."""
+
+    def forward_of(self, inputs: LayerInputs, batch: int, length: int) -> AbstractContextManager[LayerInputs]:
+        """Return a context for the layer's forward; it yields `inputs`, of `length` tokens, cut to the shard."""
+
+
+MakeShardedLayer: TypeAlias = Callable[[nn.Module, Collection[str], int, ContextParallel], ShardedLayer]
+"""Arguments: the layer, the names of its blocks that need all tokens, its index, and the context-parallel group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +49,7 @@ class TokenSplitSupport:
         obstacle: why the modules after the layers cannot, to follow the name of the model; "" if they can.
         whole: whether every rank computes all tokens in all layers, because the model passes on more than a hidden
             state.
+        sharded_layers: returns what runs the layers on a shard; None if nothing was tried.
     """
 
     gathered: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
@@ -37,6 +58,7 @@ class TokenSplitSupport:
     prologue: bool = False
     obstacle: str = "was not tried on a tiny copy"
     whole: bool = False
+    sharded_layers: Callable[[OuterForward], MakeShardedLayer] | None = None
 
     @property
     def epilogue(self) -> bool:
@@ -78,6 +100,15 @@ class TokenSplit:
 
 UNSPLIT = TokenSplit()
 """All tokens are computed together."""
+
+
+def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules of a layer that hold parameters of at least `least` dimensions, with their names."""
+    for name, child in layer.named_children():
+        if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
+            yield from named_blocks(child, least, f"{prefix}{name}.")
+        elif any(param.dim() >= least for param in child.parameters()):
+            yield f"{prefix}{name}", child
 
 
 def kind_of_layer(layer: nn.Module) -> Hashable:

@@ -206,7 +206,7 @@ def trainable_decoder(
         keep_fp32=can_keep_fp32(spec.resolved),
         noise_alpha=args.neftune_noise_alpha,
         sequence_parallel=spec.resolved.sequence_parallel,
-        apart=choose_token_split(source, spec, groups, parts.plan_tokens, shared=True),
+        apart=_token_split(source, spec, groups, parts.plan_tokens),
     )
     _require_kept(causal.in_fp32, spec, groups.rank)
     _require_gradients(causal, spec)
@@ -235,30 +235,17 @@ def _neighbours(spec: EngineSpec, groups: Groups) -> Neighbours | None:
     return Neighbours(ranks=TensorParallel.of(groups.ep_group), pieces=spec.resolved.token_pieces)
 
 
-def choose_token_split(
-    source: ModelSource,
-    spec: EngineSpec,
-    groups: Groups,
-    plan_tokens: PlanTokens | None,
-    *,
-    shared: bool,
-    most: int = 2**62,
-) -> TokenSplit:
-    """Return how the run splits the tokens of a sequence over context ranks and into tiles.
-
-    Args:
-        shared: whether context ranks share the tokens.
-        most: upper limit for the tokens of a tile, overriding the config.
-    """
-    resolved, group = spec.resolved, groups.cp_group if shared else None
+def _token_split(source: ModelSource, spec: EngineSpec, groups: Groups, plan_tokens: PlanTokens | None) -> TokenSplit:
+    """Return how the run splits the tokens of a sequence over context ranks and into tiles."""
+    resolved, group = spec.resolved, groups.cp_group
     if group is None and not (resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile):
         return UNSPLIT
     return TokenSplit(
         plan=needed(plan_tokens, "a split sequence", "harness.verify")(source.config),
         context=None if group is None else ContextParallel.of(group),
-        loss_tile=min(resolved.loss_tile, most),
-        block_tile=min(resolved.feed_forward_tile, most),
-        attention_tile=min(resolved.attention_tile, most),
+        loss_tile=resolved.loss_tile,
+        block_tile=resolved.feed_forward_tile,
+        attention_tile=resolved.attention_tile,
     )
 
 

@@ -1,6 +1,6 @@
 """A decoder layer that computes a shard of the tokens.
 
-Its attention exchanges heads (`harness/parallel/context/attention.py`). A *block* is a module of the layer that holds
+Its attention exchanges heads (`attention.py`). A *block* is a module of the layer that holds
 matrices: its attention, its feed-forward network. Some blocks mix tokens in another way than transformers' attention
 interface: by a recurrence, a convolution, or the model's own attention. Such a block is *gathered*: each rank gives it
 all tokens, as one process would, and keeps the output of its own shard. That is exact, but on every rank the block
@@ -11,44 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from harness.hf.context.arguments import SplitArguments
+from harness.context_parallel.arguments import SplitArguments
+from harness.context_parallel.attention import SharedAttention, whole_attention
+from harness.hf.context.plan import MakeShardedLayer
+from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.layers.call import LayerInputs
-from harness.parallel.context.attention import SharedAttention, whole_attention
 from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.values import Argument, Keyword, Positional
 
 
-def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules of a layer that hold parameters of at least `least` dimensions, with their names."""
-    for name, child in layer.named_children():
-        if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
-            yield from named_blocks(child, least, f"{prefix}{name}.")
-        elif any(param.dim() >= least for param in child.parameters()):
-            yield f"{prefix}{name}", child
-
-
-def with_whole_masks(inputs: LayerInputs) -> LayerInputs:
-    """Return the arguments with every `MaskRows` replaced by its whole mask."""
-    args, kwargs = tree_map_only(MaskRows, MaskRows.whole, (inputs.args, dict(inputs.kwargs)))
-    return LayerInputs(args, kwargs, inputs.key)
+def sharded_layers(outer: OuterForward) -> MakeShardedLayer:
+    """Return what makes the layers of a model run on a shard."""
+    return partial(ContextParallelLayer, SplitArguments.of(outer))
 
 
 class ContextParallelLayer:
     """Runs a layer on this rank's shard of the tokens.
 
     Args:
-        gathered: names of the blocks that need all tokens.
         split: cuts the layer's arguments.
+        gathered: names of the blocks that need all tokens.
         index: index of the layer in the model.
     """
 
     def __init__(
-        self, layer: nn.Module, gathered: Collection[str], split: SplitArguments, index: int, context: ContextParallel
+        self, split: SplitArguments, layer: nn.Module, gathered: Collection[str], index: int, context: ContextParallel
     ) -> None:
         self._split = split
         self._index = index
