@@ -50,7 +50,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.fp8.layers import fp8_layers
     from harness.extras.fusing import fusing
     from harness.extras.given_optimizer.user_optimizer import of_run as user_optimizer
-    from harness.extras.host_memory import HostMemory
+    from harness.extras.host_collectives import carry_on_host
     from harness.extras.lora import adapted
     from harness.extras.measured_costs import measured_costs
     from harness.extras.monitors import Monitors
@@ -68,7 +68,7 @@ def _with_extras(parts: Parts) -> Parts:
         exporting=Exporter,
         fp8=fp8_layers,
         fusing=fusing,
-        host_memory=HostMemory.open,
+        host_collectives=carry_on_host,
         measure_layers=measured_costs,
         monitors=Monitors,
         output_checks=output_checks,

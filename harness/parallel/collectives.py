@@ -66,7 +66,7 @@ def shares_memory(group: dist.ProcessGroup | None) -> bool:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce `x` into a new tensor."""
-    if (memory := _memory(x, group)) is not None:
+    if (memory := memory_of(x, group)) is not None:
         return memory.all_reduce(x)
     total = _copy(x)
     dist.all_reduce(total, group=group)
@@ -75,7 +75,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begin `all_reduce`; return a function that waits for the sum. Until then `x` must not change."""
-    if (memory := _memory(x, group)) is not None:
+    if (memory := memory_of(x, group)) is not None:
         return memory.start_all_reduce(x)
     total = _copy(x)
     return _ended(dist.all_reduce(total, group=group, async_op=True), total)
@@ -83,7 +83,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
 
 def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
     """All-reduce a contiguous `x` in place."""
-    if (memory := _memory(x, group)) is not None:
+    if (memory := memory_of(x, group)) is not None:
         memory.all_reduce(x, out=x)
     else:
         dist.all_reduce(x, group=group)
@@ -91,7 +91,7 @@ def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
 
 def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce `x` by the elementwise maximum into a new tensor."""
-    if (memory := _memory(x, group)) is not None:
+    if (memory := memory_of(x, group)) is not None:
         return memory.all_reduce(x, torch.maximum)
     found = _copy(x)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -100,7 +100,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
     """All-gather `x` [n, ...], of the same shape on all ranks; return one tensor per rank, in rank order."""
-    if (memory := _memory(x, group)) is not None:
+    if (memory := memory_of(x, group)) is not None:
         return memory.all_gather(x).unbind()
     whole = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
     gather_single(whole, x.contiguous(), group=group)
@@ -112,7 +112,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Te
 
     Until then `x` must not change.
     """
-    if (memory := _memory(x, group)) is not None:
+    if (memory := memory_of(x, group)) is not None:
         return memory.start_reduce_scatter(x)
     total, x = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:])), x.contiguous()
     return _ended(scatter_single(total, x, group=group, async_op=True), total, x)
@@ -125,7 +125,7 @@ def start_all_to_all(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proc
         x: rows [n, ...] for all ranks, sorted by rank; it must not change until that function has returned.
         sizes: rank i sends `sizes[i][j]` rows to rank j.
     """
-    if (memory := _memory(x, group)) is not None:
+    if (memory := memory_of(x, group)) is not None:
         return memory.start_all_to_all(x, sizes)
     rank = dist.get_rank(group)
     received, x = [row[rank] for row in sizes], x.contiguous()
@@ -134,38 +134,7 @@ def start_all_to_all(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proc
     return _ended(work, arriving, x)
 
 
-def all_reduce_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """All-reduce `x` in place through shared memory; return False, on all ranks alike, if that is impossible.
-
-    This and the next three functions are arguments of `carry_collectives`.
-    """
-    # DeepSpeed passes None for the group of all ranks.
-    memory = None if not x.is_contiguous() else _memory(x, group or dist.group.WORLD)
-    return memory is not None and memory.all_reduce(x, out=x) is x
-
-
-def all_gather_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """All-gather `x` [...] into `whole`, [ranks, ...] or flat; return False as `all_reduce_in_memory` does."""
-    memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
-    return memory is not None and memory.all_gather(x, out=whole) is whole
-
-
-def reduce_scatter_in_memory(shard: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Reduce-scatter `x` [n, ...] into `shard` [n / ranks, ...]; return False as `all_reduce_in_memory` does."""
-    memory = None if not shard.is_contiguous() else _memory(x, group or dist.group.WORLD)
-    return memory is not None and memory.reduce_scatter(x, out=shard) is shard
-
-
-def means_in_memory(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor] | None:
-    """Reduce-scatter each tensor to its mean through shared memory; None if that is impossible.
-
-    The tensors must be contiguous and of one dtype. A shard is flat, [elements / ranks, rounded up].
-    """
-    memory = _memory(tensors[0], group or dist.group.WORLD)
-    return None if memory is None else memory.mean_of_parts(tensors)
-
-
-def _memory(x: Tensor, group: dist.ProcessGroup | None) -> SharedMemory | None:
+def memory_of(x: Tensor, group: dist.ProcessGroup | None) -> SharedMemory | None:
     return _OPEN.get(_ranks(group)) if _OPEN and group is not None and x.device.type == "cpu" else None
 
 

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from harness.extras import host_collectives  # noqa: E402
 from harness.extras.host_memory import HostMemory  # noqa: E402
 from harness.parallel import collectives  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
@@ -49,7 +50,7 @@ def ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, tuple[Callable[[], Te
 
     def gathered_in_memory() -> Tensor:
         whole = x.new_empty(ranks * len(x))
-        assert collectives.all_gather_in_memory(whole, x, group), "the ranks share memory"
+        assert host_collectives.all_gather_in_memory(whole, x, group), "the ranks share memory"
         return whole
 
     def scattered(flat: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, tuple[Callable[[], Te
         return scattered(torch.cat(by_rank).div_(ranks))
 
     def means_in_memory() -> Tensor:
-        found = collectives.means_in_memory(parts, group)
+        found = host_collectives.means_in_memory(parts, group)
         assert found is not None, "the ranks share memory"
         return torch.cat(found)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from harness import Trainer
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.process_wide import avoid_compiling
-from harness.extras import peers
+from harness.extras import host_collectives, peers
 from harness.extras.host_memory import HostMemory
 from harness.parallel import collectives
 from harness.parallel.tensor.layers import overlap_sums
@@ -104,7 +104,7 @@ def means_are_right(group: dist.ProcessGroup) -> bool:
     """Whether each rank gets its part of the mean of tensors of several sizes, some of which give a rank nothing."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     tensors = [numbers(size, torch.float32, rank).view(1, -1) for size in (1, 7, 60_000, 2, (1 << 20) + 5)]
-    found, again = (collectives.means_in_memory(tensors, group) for _ in range(2))
+    found, again = (host_collectives.means_in_memory(tensors, group) for _ in range(2))
     assert found is not None and again is not None
     for mean, same, tensor in zip(found, again, tensors, strict=True):
         dist.all_reduce(tensor.div_(ranks), group=group)

@@ -19,7 +19,6 @@ from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint import integrity
 from harness.checkpoint.directories import Manifest, read_manifest
 from harness.parallel.plans.experts import run_where_aligned
-from harness.training.prepare import preparation
 from tests.support.models import model_of
 
 BLOCK, BATCH = 32, 8
@@ -82,7 +81,7 @@ def arguments_of(job: Job, output_dir: str, **more: Any) -> TrainingArguments:
 
 def without_shared_memory() -> AbstractContextManager[object]:
     """Have runs that are prepared meanwhile send everything by torch.distributed, where it is counted."""
-    return patch.object(preparation, "share_memory", lambda *_: None)
+    return patch("harness.extras.host_collectives.share_memory", lambda *_: None)
 
 
 def second_host() -> AbstractContextManager[object]:

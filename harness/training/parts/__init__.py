@@ -27,7 +27,6 @@ from harness.hf.causal import CausalModel
 from harness.hf.context.plan import TokenSplitSupport
 from harness.hf.forward.routers import FindRouters
 from harness.hf.skeleton import ModelSource
-from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
 from harness.topology.agreement import HostValues
 from harness.topology.env import LaunchEnv
@@ -221,7 +220,7 @@ class Parts:
         fusing: fuses operations of layers; without it they run as transformers has written them.
         routers: finds the routers of a mixture of experts that has a router loss (`--output_router_logits`).
         read_ahead: reads steps in that many worker processes (`--dataloader_num_workers`).
-        host_memory: opens shared memory for the collectives of CPU ranks on one host.
+        host_collectives: carries the collectives of CPU ranks through memory of their host; without it, gloo does.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
         fp8: returns a function that has a loaded layer compute in fp8 (`--fp8`). UserError where the device cannot.
         measure_layers: times the layers of a model on a micro-batch (`pipeline.partition: measured`).
@@ -251,7 +250,7 @@ class Parts:
     fusing: FuseOperations | None = None
     routers: FindRouters | None = None
     read_ahead: Callable[..., StepReader] | None = None
-    host_memory: OpenMemory | None = None
+    host_collectives: Callable[[Groups], None] | None = None
     compression: GradientCompression | None = None
     fp8: Callable[[EngineSpec, torch.device, PretrainedConfig], Callable[[nn.Module], None]] | None = None
     measure_layers: Callable[..., list[float]] | None = None

@@ -27,7 +27,6 @@ from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.saved_run import SavedRun
 from harness.console import Console
-from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_wide import silence_prints
 from harness.device.process_group import (
@@ -42,14 +41,7 @@ from harness.errors import UserError
 from harness.hf.locate import presets
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.weights.tensor_files import sampled
-from harness.parallel.collectives import (
-    all_gather_in_memory,
-    all_reduce_in_memory,
-    leave_memory,
-    means_in_memory,
-    reduce_scatter_in_memory,
-    share_memory,
-)
+from harness.parallel.collectives import leave_memory
 from harness.parallel.compiling import waits_for_compiler
 from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.resilience.process.activity import ACTIVITY
@@ -215,10 +207,8 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, frozenset[dist.ProcessGroup]]
         THIS_RANK.rank = groups.rank
         THIS_RANK.stage = groups.coordinate.stage
         spec.parts.watch.ranks(args, groups, console, on_accelerator=device.type != "cpu")
-    if device.type == "cpu":
-        if spec.parts.host_memory is not None:  # several times as fast as gloo
-            share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group], spec.parts.host_memory)
-        carry_collectives(all_reduce_in_memory, all_gather_in_memory, reduce_scatter_in_memory, means_in_memory)
+    if device.type == "cpu" and spec.parts.host_collectives is not None:
+        spec.parts.host_collectives(groups)
     if spec.parts.check_config is not None and (warning := spec.parts.check_config.version_warning()):
         console.warn(warning)
     if args.tf32:
