@@ -46,6 +46,7 @@ def _with_data(parts: Parts) -> Parts:
 def _with_extras(parts: Parts) -> Parts:
     from harness.extras import output_checks
     from harness.extras.compression import of_run as compression
+    from harness.extras.expert_exchange.exchange import exchange_tokens
     from harness.extras.exporting.exporter import Exporter
     from harness.extras.fp8.layers import fp8_layers
     from harness.extras.fusing import fusing
@@ -78,6 +79,7 @@ def _with_extras(parts: Parts) -> Parts:
         rebalancer=Rebalancer,
         rollback=Rollback,
         routers=router_capture,
+        token_exchange=exchange_tokens,
         user_optimizer=user_optimizer,
     )
 

@@ -35,6 +35,7 @@ from harness.dry_run.tape import Tape
 from harness.dry_run.timeline import TimelineSpan
 from harness.dry_run.world import fake_tensors, fake_world
 from harness.extras.compression import of_run as compression
+from harness.extras.expert_exchange.exchange import Route, exchange_tokens
 from harness.extras.fp8.layers import fp8_layers
 from harness.extras.fp8.product import on_device
 from harness.extras.fusing import fusing
@@ -47,7 +48,6 @@ from harness.parallel.pipeline.schedules.instructions import most_in_flight, mos
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, build_layers, pack_payload
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy
-from harness.parallel.token_exchange import Route
 from harness.parallel.values import Value
 from harness.planner.hardware import Hardware
 from harness.schedules import DEFAULT, SCHEDULES
@@ -167,6 +167,7 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             fusing=fusing,
             plan_tokens=token_split_support,
             routers=router_capture,
+            token_exchange=exchange_tokens,
         )
         trainable = trainable_decoder(plan.source, spec, groups, plan.block_size, plan.adaptation, parts=parts)
         if plan.objective is not None:

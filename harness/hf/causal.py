@@ -188,6 +188,7 @@ class CausalModel:
         in_fp32: names of the parameters that the family keeps in float32 in a 16-bit model.
         shares_sequence: whether sequence parallelism splits the tokens over tensor-parallel ranks.
         apart: how a subset of the tokens is computed at a time, by context ranks and tiles.
+        experts: the data-parallel ranks that hold other whole experts; None if all experts are sharded.
         loss_tiles: lets the epilogue compute the loss in tiles; None if it returns logits.
     """
 
@@ -202,6 +203,7 @@ class CausalModel:
     in_fp32: frozenset[str] = frozenset()
     shares_sequence: bool = False
     apart: TokenSplit = UNSPLIT
+    experts: Neighbours | None = None
     loss_tiles: LossTiles | None = None
 
     @property
@@ -276,8 +278,7 @@ def assemble(
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
     base, form = _weight_source(source, model, seed, part)  # before adapters rename parameters
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
+    vocab_size = _vocab_size(model)
     if adaptation is not None:
         adaptation.inject(model, keep_ties=isinstance(source.weights, Path))
     values: ModelWeights = base if source.has_values else NoValues()
@@ -316,8 +317,15 @@ def assemble(
         in_fp32=in_fp32,
         shares_sequence=sequence_parallel,
         apart=apart,
+        experts=experts,
         loss_tiles=blueprint.loss_tiles,
     )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    """Return the number of logits: the rows of the head, or of the embedding if the model has no head."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    return next(end.get_parameter("weight").shape[0] for end in ends if end is not None)
 
 
 def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -18,10 +18,8 @@ import torch.distributed as dist
 from harness.console import Console
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import TokenSplit
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import ALONE, TensorParallel
-from harness.parallel.token_exchange import Neighbours
 from harness.topology.agreement import all_gather_object, any_rank
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
@@ -73,7 +71,7 @@ def _refusal(causal: CausalModel, spec: EngineSpec, groups: Groups) -> tuple[flo
         return float("inf"), f"{text}: {hint}", None
     unequal: set[str] = set()
     neighbours = TensorParallel.of(groups.ep_group)
-    cut = partial(_cut, spec=spec, groups=groups, apart=causal.apart, unequal=unequal)
+    cut = partial(_cut, spec=spec, groups=groups, model=causal, unequal=unequal)
     # Step by step, so that the refusal names the cause: first the model as a list of layers on each rank alone, then
     # sharded over tensor-parallel ranks with distributed experts, then with the tokens split over context ranks.
     difference = find_difference(tiny, cut, ALONE, groups.device)
@@ -99,7 +97,7 @@ def _cut(
     tensor: TensorParallel,
     spec: EngineSpec,
     groups: Groups,
-    apart: TokenSplit,
+    model: CausalModel,
     unequal: set[str],
     *,
     shared: bool = False,
@@ -108,11 +106,12 @@ def _cut(
     """Return the sharded model.
 
     Args:
-        apart: how the real model computes a subset of the tokens at a time.
+        model: the sharded real model.
         unequal: gets the names of parameters with unequal shares.
         shared: whether context ranks share the tokens.
         neighbours: the ranks over which experts are distributed.
     """
+    apart = model.apart
     cut = assemble(
         source,
         tensor=tensor,
@@ -120,7 +119,7 @@ def _cut(
         dtype=torch.float32,
         seed=spec.args.seed,
         finish=lambda _: None,
-        experts=Neighbours(ranks=neighbours) if spec.resolved.ep_size > 1 else None,
+        experts=None if model.experts is None else replace(model.experts, ranks=neighbours, pieces=1),
         sequence_parallel=spec.resolved.sequence_parallel,
         apart=replace(
             apart,

@@ -28,6 +28,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from harness.errors import UserError  # noqa: E402
+from harness.extras.expert_exchange.exchange import exchange_tokens  # noqa: E402
 from harness.hf.locate import PLANS  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402
@@ -78,7 +79,8 @@ def measure(config: PretrainedConfig) -> float:
     plans = [expert_parallel_plan(part, PLANS, tp_size=1) for part in parts]
 
     def rank(number: int) -> Tensor:
-        neighbours = Neighbours(ranks=TensorParallel(group=dist.group.WORLD, rank=number, size=RANKS))
+        place = TensorParallel(group=dist.group.WORLD, rank=number, size=RANKS)
+        neighbours = Neighbours(ranks=place, exchange=exchange_tokens)
         text = config.get_text_config(decoder=True)
         cut(parts[number], "", plans[number], ALONE, text, neighbours=neighbours)
         return backward(parts[number], ids[number : number + 1])

@@ -30,10 +30,10 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from harness.parallel import token_exchange  # noqa: E402
+from harness.extras.expert_exchange import early_modules, exchange  # noqa: E402
+from harness.extras.expert_exchange.exchange import exchange_tokens  # noqa: E402
 from harness.parallel.collectives import start_all_to_all  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
-from harness.parallel.plans import early_modules  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402
 from harness.parallel.plans.experts import expert_parallel_plan  # noqa: E402
 from harness.parallel.token_exchange import Neighbours  # noqa: E402
@@ -93,7 +93,7 @@ def measure(rank: int, models: dict[str, list[Any]], rounds: int) -> list[dict[s
     place = TensorParallel(group=dist.group.WORLD, rank=rank, size=RANKS)
     layers = {}
     for way, (_, pieces) in WAYS.items():
-        model, neighbours = models[way][rank], Neighbours(ranks=place, pieces=pieces)
+        model, neighbours = models[way][rank], Neighbours(ranks=place, pieces=pieces, exchange=exchange_tokens)
         cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
         layers[way] = model.model.layers[0].mlp
     inputs = torch.randn(1, TOKENS, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(rank))
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "expert_overlap.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    token_exchange.start_all_to_all = lambda x, sizes, group: OF_RANK.link.start(x, sizes, group)
+    exchange.start_all_to_all = lambda x, sizes, group: OF_RANK.link.start(x, sizes, group)
     config = AutoConfig.for_model("deepseek_v3", **SHAPE)
     models = {way: [AutoModelForCausalLM.from_config(config) for _ in range(RANKS)] for way in WAYS}
     rows = run_threads(RANKS, lambda rank: measure(rank, models, args.rounds))[0]

@@ -5,7 +5,7 @@ Experts are distributed first over the ranks of a tensor-parallel group, then am
 - Tensor-parallel ranks see the same tokens and compute the same routing, so no token travels: each rank runs its own
   experts on the tokens that are routed to them, and the outputs are summed over the group.
 - Neighbours on the data axis see other tokens. These travel to the ranks of their experts
-  (`harness.parallel.token_exchange`).
+  (`harness.extras.expert_exchange`).
 
 A model's expert-parallel plan names its experts (transformers: `base_model_ep_plan`, merged as `model.ep_plan`). It has
 two styles of `transformers.distributed.expert_parallel`: `ep_dispatch_experts` for the module that is called with
@@ -28,11 +28,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.model.sharding import Range, shard_range
 from harness.errors import UserError
 from harness.parallel.comm import Context, TensorParallel, apply, copy_to_group, reduce_from_group
-from harness.parallel.plans.early_modules import EarlyModules
 from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for, read_plan_file
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.shard import Shard, cut_parameter
-from harness.parallel.token_exchange import run_at_owners
 from harness.wording import counted
 
 EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
@@ -104,9 +102,12 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     experts = getattr(module, "num_experts", None)
     ranges = _dealt(experts, target.name, tensor, neighbours.ranks)[tensor.rank]
     module.num_experts = _widest(ranges)
-    # Not with tensor-parallel ranks: the sum over their outputs would include the early modules' outputs.
-    is_alone = tensor.size == 1 and neighbours.ranks.size > 1
-    early = EarlyModules(target.owner, module, target.config.hidden_size) if is_alone else None
+    run_at_owners = None
+    if neighbours.ranks.size > 1 and neighbours.exchange is not None:
+        # No module runs early with tensor-parallel ranks: the sum over their outputs would include its output.
+        block = target.owner if tensor.size == 1 else None
+        width = target.config.hidden_size
+        run_at_owners = neighbours.exchange(module, ranges, neighbours, block=block, width=width)
     kind = type(module)
 
     def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -115,15 +116,8 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
         hidden, weights = copy_to_group(hidden, tensor.group), copy_to_group(weights, tensor.group)
         run = partial(kind.forward, self)
         if neighbours.ranks.size > 1:
-            output = run_at_owners(
-                run,
-                hidden,
-                index,
-                weights,
-                ranges=ranges,
-                neighbours=neighbours,
-                meanwhile=early.run if early else None,
-            )
+            assert run_at_owners is not None  # only a trial on the meta device leaves it out
+            output = run_at_owners(run, hidden, index, weights)
         else:
             loops = getattr(getattr(self, "config", None), "_experts_implementation", None) == "eager"
             given = _own_routing(hidden, index, weights, own=ranges[0], loops=loops)

@@ -27,6 +27,7 @@ from harness.hf.causal import CausalModel
 from harness.hf.context.plan import TokenSplitSupport
 from harness.hf.forward.routers import FindRouters
 from harness.hf.skeleton import ModelSource
+from harness.parallel.token_exchange import ExchangeTokens
 from harness.resilience.process.watching import Watch
 from harness.topology.agreement import HostValues
 from harness.topology.env import LaunchEnv
@@ -219,6 +220,7 @@ class Parts:
         adapters: finds the adapters to train instead of the model's weights.
         fusing: fuses operations of layers; without it they run as transformers has written them.
         routers: finds the routers of a mixture of experts that has a router loss (`--output_router_logits`).
+        token_exchange: sends tokens to experts on other data-parallel ranks.
         read_ahead: reads steps in that many worker processes (`--dataloader_num_workers`).
         host_collectives: carries the collectives of CPU ranks through memory of their host; without it, gloo does.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
@@ -249,6 +251,7 @@ class Parts:
     adapters: FindAdapters | None = None
     fusing: FuseOperations | None = None
     routers: FindRouters | None = None
+    token_exchange: ExchangeTokens | None = None
     read_ahead: Callable[..., StepReader] | None = None
     host_collectives: Callable[[Groups], None] | None = None
     compression: GradientCompression | None = None

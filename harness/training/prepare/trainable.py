@@ -198,7 +198,7 @@ def trainable_decoder(
         dtype=spec.dtype,
         seed=spec.args.seed,
         finish=finish,
-        experts=_neighbours(spec, groups),
+        experts=_neighbours(spec, groups, parts),
         adaptation=adaptation,
         routers=_routers(source.config, parts),
         part=part,
@@ -228,11 +228,15 @@ def trainable_decoder(
     )
 
 
-def _neighbours(spec: EngineSpec, groups: Groups) -> Neighbours | None:
+def _neighbours(spec: EngineSpec, groups: Groups, parts: Parts) -> Neighbours | None:
     """Return the ranks over which whole experts are distributed; None if experts are sharded like other layers."""
     if spec.resolved.ep_size == 1:
         return None
-    return Neighbours(ranks=TensorParallel.of(groups.ep_group), pieces=spec.resolved.token_pieces)
+    ranks = TensorParallel.of(groups.ep_group)
+    if ranks.size == 1:  # tensor-parallel ranks hold all experts, and see the same tokens
+        return Neighbours()
+    exchange = needed(parts.token_exchange, "expert_parallel over data-parallel ranks", "harness.extras")
+    return Neighbours(ranks=ranks, pieces=spec.resolved.token_pieces, exchange=exchange)
 
 
 def _token_split(source: ModelSource, spec: EngineSpec, groups: Groups, plan_tokens: PlanTokens | None) -> TokenSplit:

@@ -18,12 +18,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from harness.extras.expert_exchange import early_modules
+from harness.extras.expert_exchange.exchange import exchange_tokens
 from harness.extras.lora_cut import cut_with_adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.locate import PLANS
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import ALONE, TensorParallel
-from harness.parallel.plans import early_modules
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_experts_by
 from harness.parallel.tensor.shard import shard_of
@@ -126,7 +127,8 @@ def test_every_gradient_is_that_of_the_whole_model(
         same = [dist.new_group([*range(at, at + tensor)]) for at in range(0, tensor * data, tensor)][number // tensor]
         others = [dist.new_group([*range(at, tensor * data, tensor)]) for at in range(tensor)][number % tensor]
         place = ALONE if tensor == 1 else TensorParallel(group=same, rank=number % tensor, size=tensor)
-        neighbours = Neighbours(ranks=TensorParallel(group=others, rank=number // tensor, size=data), pieces=pieces)
+        place_of_experts = TensorParallel(group=others, rank=number // tensor, size=data)
+        neighbours = Neighbours(ranks=place_of_experts, pieces=pieces, exchange=exchange_tokens)
         text = config.get_text_config(decoder=True)
         cut_with_adapters(parts[number], plans[number], place, text, neighbours=neighbours)
         row = number // tensor
@@ -162,7 +164,9 @@ def test_a_shared_expert_runs_once_while_tokens_travel(monkeypatch: pytest.Monke
 
         def rank(number: int) -> list[str]:
             said: list[str] = []
-            neighbours = Neighbours(ranks=TensorParallel(group=dist.group.WORLD, rank=number, size=2))
+            neighbours = Neighbours(
+                ranks=TensorParallel(group=dist.group.WORLD, rank=number, size=2), exchange=exchange_tokens
+            )
             cut(parts[number], "", expert_parallel_plan(parts[number], tp_size=1), ALONE, config, neighbours=neighbours)
             block: Any = parts[number].model.layers[-1].mlp
             block.shared_experts.up_proj.register_forward_hook(lambda *_: said.append("shared"))
@@ -203,7 +207,7 @@ def test_what_is_dealt_is_held_to_the_whole_model_on_a_tiny_copy(monkeypatch: py
                     dtype=torch.float32,
                     seed=0,
                     finish=finish,
-                    experts=Neighbours(ranks=neighbours),
+                    experts=Neighbours(ranks=neighbours, exchange=exchange_tokens),
                 )
 
             return find_difference(config, cut_tiny, ALONE, cpu, neighbours=neighbours)
