@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -23,7 +23,7 @@ from xxhash import xxh3_128
 
 from harness.atomic import exchange, free_name, rename_folder, sync_file, sync_folder
 from harness.config import Resolved
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import member, read_object
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.optimizers import DEFAULT
@@ -65,13 +65,24 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read a checkpoint's `manifest.json`. Raises UserError if it cannot be read or is from a newer version."""
     path = checkpoint / MANIFEST
     try:
-        stated = read_json(path)
-        if stated["format"] > FORMAT:
+        stated = read_object(path)
+        if member(stated, "format", int) > FORMAT:
             raise UserError(f"{path} was written by a newer version of ds-harness: resume with that version")
-        files = {_inside(name): (_count(size), str(digest)) for name, (size, digest) in stated["files"].items()}
-        return Manifest(step=_count(stated["step"]), run_id=str(stated.get("run_id", "")), files=files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return Manifest(
+            step=_count(stated.get("step")),
+            run_id=str(stated.get("run_id", "")),
+            files={_inside(name): _size_and_checksum(file) for name, file in member(stated, "files", dict).items()},
+        )
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _size_and_checksum(stated: object) -> tuple[int, str]:
+    match stated:
+        case [size, str(digest)]:
+            return _count(size), digest
+        case _:
+            raise ValueError(f"{str(stated)[:60]!r} is not a size and a checksum")
 
 
 def _inside(name: str) -> str:
@@ -195,13 +206,16 @@ def read_progress(checkpoint: Path) -> TrainingProgress:
     """Read a checkpoint's `state.json`. Raises UserError if it cannot be read."""
     path = checkpoint / STATE
     try:
-        stated = read_json(path)
+        stated = read_object(path)
         # A later version may have written fields that this one does not know.
-        known = {item.name for item in fields(TrainingProgress)}
-        progress = TrainingProgress(**{name: value for name, value in stated.items() if name in known})
+        known = fields(TrainingProgress)
+        for item in known:
+            if item.name not in stated and item.default is MISSING and item.default_factory is MISSING:
+                raise ValueError(f"{item.name} is missing")
+        progress = TrainingProgress(**{item.name: stated[item.name] for item in known if item.name in stated})
         _require_types(progress)
         return progress
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 

@@ -33,7 +33,7 @@ from harness.checkpoint.directories import (
     read_manifest,
     read_progress,
 )
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import member, read_object
 from harness.errors import UserError
 
 MOST_A_STEP = 1 << 24  # samples in a global batch
@@ -263,10 +263,9 @@ def foreign(output_dir: Path) -> list[Path]:
 def _run_of(output_dir: Path) -> str:
     """Return the id of the run in `run.json`; "" without one."""
     try:
-        found = read_json(output_dir / RUN)["run_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return member(read_object(output_dir / RUN), "run_id", str)
+    except (OSError, ValueError):
         return ""
-    return found if isinstance(found, str) else ""
 
 
 def _saved_by(checkpoint: Path) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from harness.config.values.json_file import member, read_object
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
@@ -26,3 +28,15 @@ def has_weights(directory: Path) -> bool:
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     """Return whether the directory contains a tokenizer's files."""
     return any(Path(directory, name).is_file() for name in TOKENIZER_FILES)
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Return the files that an index of weights lists.
+
+    Raises OSError if it cannot be read, ValueError if it lists none, or one outside its directory.
+    """
+    listed = member(read_object(index), "weight_map", dict).values()
+    outside = [name for name in listed if not isinstance(name, str) or Path(name).name != name]
+    if outside or not listed:
+        raise ValueError(f"it must list files of its own directory, but lists {outside[:1] or 'none'}")
+    return sorted(set(listed))

@@ -6,14 +6,13 @@ An id is `organisation/name`, followed by `@revision` for a revision other than 
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config.model.files import INDEX
+from harness.config.model.files import INDEX, indexed_files
 from harness.errors import UserError
 
 ID = re.compile(r"(?P<name>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>[\w./-]+))?")
@@ -83,10 +82,10 @@ def holds_model(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
     try:
-        files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        files = indexed_files(folder / INDEX)
+    except (OSError, ValueError):  # there is no index
         return any(folder.glob("*.safetensors"))
-    return all((folder / str(file)).is_file() for file in files)
+    return all((folder / file).is_file() for file in files)
 
 
 MODEL = Wanted(

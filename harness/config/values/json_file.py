@@ -12,9 +12,12 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
+
+T = TypeVar("T")
 
 MOST_BYTES = 1 << 28
 MOST_DEPTH = 64
@@ -50,6 +53,22 @@ def require_regular_files(folder: Path) -> None:
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """Return the content of a JSON file. Raises OSError if it cannot be read, ValueError if it is not valid."""
     return parse_json(regular_bytes(path, most))
+
+
+def read_object(path: Path, most: int = MOST_BYTES) -> JsonObject:
+    """Return the object in a JSON file. Raises OSError if it cannot be read, ValueError if it is not one object."""
+    content = read_json(path, most)
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    return content
+
+
+def member(content: JsonObject, name: str, kind: type[T]) -> T:
+    """Return a member of a JSON object. Raises ValueError if it is missing or of another type; true is not an int."""
+    value = content.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"{name} is missing" if name not in content else f"{name} is {str(value)[:60]!r}")
+    return value
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.model.files import INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
-from harness.config.values.json_file import parse_json, read_json
+from harness.config.model.files import INDEX, OLD_INDEX, OLD_SINGLE, SINGLE, indexed_files
+from harness.config.values.json_file import parse_json
 from harness.errors import UserError, printable
 from harness.hf.weights.lazy_tensor import Box, InMemory, LazyTensor
 from harness.parallel.host import staging
@@ -264,13 +263,9 @@ def open_tensors(directory: Path) -> StoredTensors:
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        files = set(read_json(index)["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
-    outside = [name for name in files if not isinstance(name, str) or Path(name).name != name]
-    if outside or not files:
-        raise UserError(f"{index}: must list files of its own directory, but lists {outside[:1] or 'none'}")
-    return sorted(files)
+        return indexed_files(index)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{index}: cannot be read: {error}") from error
 
 
 def open_weights_file(path: Path) -> dict[str, LazyTensor]:
@@ -279,11 +274,10 @@ def open_weights_file(path: Path) -> dict[str, LazyTensor]:
         if _start(path) == POINTER:
             raise ValueError("it is a Git LFS pointer: fetch the file with `git lfs pull`")
         return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if isinstance(error, OSError) and error.strerror:  # its text would repeat the path
-            reason = error.strerror
-        raise UserError(f"{path}: its tensors cannot be read: {reason}") from error
+    except OSError as error:  # its text would repeat the path
+        raise UserError(f"{path}: its tensors cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: its tensors cannot be read: {error}") from error
 
 
 def _start(path: Path) -> bytes:
@@ -301,6 +295,8 @@ def _open_pickled(path: Path) -> dict[str, LazyTensor]:
         content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: contains more than tensors, so it is not loaded: save it as safetensors") from error
+    except Exception as error:  # torch may raise anything for a damaged file
+        raise ValueError((str(error).strip() or type(error).__name__).splitlines()[0]) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise UserError(f"{path}: is not a mapping from names to tensors: save the model as safetensors")
     return {name: LazyTensor.of(InMemory(tensor, name)) for name, tensor in content.items()}
@@ -326,15 +322,15 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _stored(file: OpenFile, first: int, name: str, entry: Any) -> Stored:
+def _stored(file: OpenFile, first: int, name: str, entry: object) -> Stored:
     """Return the tensor of a header entry; tensors begin at byte `first` of the file."""
-    try:
-        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        is_sound = type(code) is str and all(type(size) is int and size >= 0 for size in (*shape, start, stop))
-    except (TypeError, KeyError, ValueError):
-        is_sound = False
-    if not is_sound:
-        raise ValueError(f"the entry of {printable(name)} lacks a valid dtype, shape or data_offsets")
+    match entry:
+        case {"dtype": str(code), "shape": [*sizes], "data_offsets": [start, stop]} if all(
+            type(size) is int and size >= 0 for size in (*sizes, start, stop)
+        ):
+            shape = tuple(sizes)
+        case _:
+            raise ValueError(f"the entry of {printable(name)} lacks a valid dtype, shape or data_offsets")
     if code not in DTYPES:
         raise UserError(f"{file.path}: {name} has dtype {code}, which cannot be trained: dequantize the weights first")
     dtype = DTYPES[code]

@@ -270,9 +270,11 @@ class Recorder:
 def _is_before(line: bytes, first_step: int) -> bool:
     """Return whether a line is complete and of a step before `first_step`."""
     try:
-        return line.endswith(b"\n") and bool(parse_json(line)["step"] < first_step)
-    except (ValueError, KeyError, TypeError):
+        record = parse_json(line)
+    except ValueError:
         return False
+    step = record.get("step") if isinstance(record, dict) else None
+    return line.endswith(b"\n") and isinstance(step, int) and step < first_step
 
 
 def _finite(content: JsonObject) -> JsonObject:
