@@ -90,28 +90,6 @@ CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popi
 USED_BY_ALL = {"atomic", "errors", "spelling", "wording"}
 OF_CONFIGS = {"completion", "console", "preconditions", "quiet", "uncaught", "verb_parser"}
 
-# What a size or a thing is called elsewhere or was called here, and its one name in this project. See docs/glossary.md.
-ONE_NAME = {
-    "pp_size": ("num_pp", "pp_degree", "pipeline_size", "n_stages", "stage_count", "pipeline_override"),
-    "tp_size": ("num_tp", "num_mp", "mp_size", "tp_degree", "tensor_size", "model_parallel_size"),
-    "dp_size": ("num_dp", "dp_degree", "data_size", "dp_world_size", "data_parallel_world_size"),
-    "ep_size": ("num_ep", "ep_degree", "expert_size"),
-    "cp_size": ("num_cp", "cp_degree", "context_size", "context_world_size"),
-    "micro_batch": ("microbatch", "microbatches", "microbatch_size", "num_microbatches", "ubatch"),
-    "model chunk": ("virtual_stage", "virtual_stages", "model_part", "model_parts", "parts_of_stage"),
-    "what it holds, or where it is": ("Held", "Place", "Progress", "Touch", "HERE"),
-}
-
-# Words that no name may have among its own, in code, scripts and tests.
-NO_WORDS = {"cadence", "cadences", "recut", "misfit", "misfits", "sight", "sights", "touches"}
-
-# Names that DeepSpeed, torch or transformers give, where the code hands them on.
-NAMES_OF_OTHERS = {
-    "harness/deepspeed/construction.py": {"dp_world_size"},
-    "harness/deepspeed/zero3_parameters.py": {"dp_world_size"},
-    "harness/parallel/pipeline/staged_module.py": {"num_pp", "num_mp", "num_dp"},
-}
-
 # Names of families that are words of their own as well.
 ORDINARY_WORDS = {"beam", "git", "opt", "flint", "doge", "laguna"}
 
@@ -123,7 +101,6 @@ def no_garbage() -> Iterator[None]:
     yield
     tree.cache_clear()
     nodes.cache_clear()
-    keys_of_dictionaries.cache_clear()
     gc.enable()
 
 
@@ -396,12 +373,6 @@ def spoken(path: Path) -> Iterator[tuple[ast.AST, str]]:
                 yield node, text
 
 
-@cache
-def keys_of_dictionaries(path: Path) -> frozenset[str]:
-    keys = (key for node in nodes(path) if isinstance(node, ast.Dict) for key in node.keys)
-    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
-
-
 def test_no_code_names_a_family():
     names = {words(family) for family in families() - ORDINARY_WORDS}
     assert len(names) > 150
@@ -418,30 +389,6 @@ def test_no_two_classes_have_one_name():
     names = Counter(node.name for _, node in classes)
     twice = {node.name for _, node in classes if names[node.name] > 1}
     assert twice == {"Trainer", "TrainingArguments"}, "the core's, and those with all parts"
-
-
-def test_a_thing_has_one_name():
-    names = {other: name for name, others in ONE_NAME.items() for other in others}
-    found = []
-    for path in PRODUCT:
-        allowed = NAMES_OF_OTHERS.get(str(path.relative_to(ROOT)), set())
-        for node, text in spoken(path):
-            spelt = words(text).strip("_")
-            is_name = not isinstance(node, ast.Constant) or node.value in keys_of_dictionaries(path)
-            if is_name and (name := names.get(spelt) or names.get(text)) and spelt not in allowed:
-                found.append(f"{where(path, node)} {text}: call it {name}")
-    assert found == []
-
-
-def test_no_name_has_a_word_of_our_own_making():
-    found = [
-        f"{where(path, node)} {text}"
-        for path in SOURCES
-        for node, text in spoken(path)
-        if not isinstance(node, ast.Constant) and NO_WORDS.intersection(words(text).split("_"))
-    ]
-    assert found == []
-    assert [path.name for path in SOURCES if NO_WORDS.intersection(path.stem.split("_"))] == []
 
 
 def test_every_folder_is_explained():
