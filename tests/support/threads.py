@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from transformers import masking_utils
 
 T = TypeVar("T")
 
@@ -28,11 +30,14 @@ def run_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
             threaded.ProcessLocalGroup.exception_handle(error)
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(ranks)]
+    # `documents_apart` replaces it in each thread, and the last one to end puts the other's replacement back
+    kept = patch.object(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with kept:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     finally:
         threaded.ProcessLocalGroup.reset()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
