@@ -484,6 +484,7 @@ def _plan(
     """Return the model's plan; None if nothing is sharded. Raises UserError if the family has no plan."""
     if tensor.size == 1 and (experts is None or experts.ranks.size == 1):
         return None
+    # A model in memory may hold modules put in by hand, about which the plan of its family says nothing.
     built = model if source.model is None else build_skeleton(source.config)
     for name, module in foreign_modules(model, built):
         raise UserError(

@@ -80,7 +80,8 @@ def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
     handles = [layer.register_forward_pre_hook(partial(stop, name)) for name, layer in layers]
     ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
     try:
-        for mask in (None, ids.new_ones(1, 1, 8, 8, dtype=torch.bool)):  # some models read values to make one
+        # Once more with a mask: some models read values to make one, which tensors on meta do not have.
+        for mask in (None, ids.new_ones(1, 1, 8, 8, dtype=torch.bool)):
             with suppress(*CANNOT_RUN):
                 model(input_ids=ids, attention_mask=mask, use_cache=False)
     except _Called as called:
@@ -172,6 +173,7 @@ class PlaceholderModule(AttributeProxy):
 
     def forward(self, *args: Argument, **kwargs: Argument) -> Tensor:
         """Return what `output_of` gives for these arguments, of the shape of the original module's output."""
+        # The original runs on meta only for arguments of a new form, not in every step.
         form = tuple(tuple(x.shape) if isinstance(x, Tensor) else repr(x) for x in tree_leaves((args, kwargs)))
         if form not in self._output_shapes:
             self._output_shapes[form] = output_like(self.original, args, kwargs)
@@ -189,6 +191,7 @@ def output_like(module: nn.Module, args: Positional, kwargs: Keyword) -> Tensor:
             return output
     except ASKS_FOR_VALUES:
         pass
+    # A module that reads values cannot run on meta: its kind tells the shape, and any other keeps its input's.
     value: Tensor = args[0].to("meta")
     if isinstance(module, nn.Embedding):
         return torch.empty((*value.shape, module.embedding_dim), device="meta")
@@ -282,6 +285,7 @@ class PlaceholderForward:
         put(model, self.stack, nn.ModuleList(layers))
         self._place_layers({f"{self.stack}.{index}": layer for index, layer in enumerate(layers)})
         self._place_modules(self.owners)
+        # A forward skips layers for text alone only where attention to images has a class of its own (mllama).
         if len({type(layer) for layer in layers}) > 1 and (skipped := self._skipped_layers()):
             self._place_modules(skipped)
             kept = zip(self.layer_names, self.layers, strict=True)

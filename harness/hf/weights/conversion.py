@@ -138,6 +138,7 @@ def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 def _load(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> tuple[PreTrainedModel, LoadStateDictInfo]:
     """Return a copy of the skeleton into which transformers has loaded lazy tensors, and its report."""
+    # A copy, as loading replaces the skeleton's parameters by lazy tensors.
     loaded = copy.deepcopy(model)
     rules: Any = get_model_conversion_mapping(loaded)
     settings = LoadStateDictConfig(weight_mapping=rules)
@@ -219,9 +220,11 @@ def _refuse(directory: Path, stored: Iterable[str], info: LoadStateDictInfo, mod
     missing = sorted(info.missing_keys & parameters)
     misshapen = sorted(info.mismatched_keys)
     if not missing and not misshapen and not info.conversion_errors:
+        # Only buffers are missing: the model computes them itself, which is right unless training has changed them.
         if buffers := sorted(info.missing_keys):
             warn(f"{directory}: missing from the checkpoint, so initialised as in a new model: {_some(buffers)}")
         return
+    # Names as the files would have them, which people can look for; a base model saved alone lacks the prefix.
     stored, prefix = set(stored), model.base_model_prefix + "."
     concerned = {*missing, *(name for name, *_ in misshapen), *info.conversion_errors}
     lacking = [

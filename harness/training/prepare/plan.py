@@ -181,6 +181,7 @@ def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config
     _require_parts(args, inputs.parts, resolved)
     if source is None:
         _require_config_for_layers(resolved)
+    # A base model without weights is drawn from the seed, so adapters trained on it fit no other seed.
     base_seed = args.seed if source is not None and source.weights is None else None
     spec = RunSpec(
         args=args,
@@ -399,6 +400,7 @@ def intact_checkpoint(spec: RunSpec, args: TrainingArguments) -> Path | None:
     is_first = spec.inputs.env.rank == 0
     incomplete = all_or_none(lambda: damaged(output_dir, spec.checkpoint) if auto and is_first else [])
     chosen, changed = training_state.first_unchanged(spec.checkpoint, output_dir, auto=auto)
+    # An older checkpoint in place of a damaged one has not been compared with this run yet.
     if chosen is not None and chosen != spec.checkpoint:
         require_same_training(chosen, spec)
     tidied = all_or_none(lambda: _tidied(spec, chosen, auto=auto) if is_first else [])

@@ -41,8 +41,10 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
     state.global_step = progress.step
     state.consumed_samples = progress.consumed_samples
     run.evaluation_due = progress.evaluation_due
-    of_first_rank = lambda path: broadcast_object(damage(path))  # noqa: E731  hosts may see different files
-    is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()  # resolved, as a path has several spellings
+    # Rank 0's finding counts on all ranks: hosts may see different files, and would go on with different best models.
+    of_first_rank = lambda path: broadcast_object(damage(path))  # noqa: E731
+    # Compared as resolved, since a path has several spellings.
+    is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()
     folder = run.spec.output_dir if is_own else checkpoint.absolute().parent
     if lost := restore_best(run.spec.args, state, progress.best, folder, of_first_rank):
         run.console.warn(lost)
