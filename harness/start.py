@@ -79,6 +79,7 @@ def fewest_ranks(args: TrainingArguments, check: ConfigCheck | None) -> int:
         ep_override=args.expert_parallel_size,
         cp_override=args.context_parallel_size,
     )
+    # Context ranks and ranks with whole experts both subdivide the data axis, whose size both must divide.
     return view.pp_size * view.tp_size * math.lcm(view.cp_size, max(1, view.ep_size // view.tp_size))
 
 

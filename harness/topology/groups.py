@@ -76,12 +76,15 @@ def build_groups(layout: Layout, loss_stage: int | None = None, device: torch.de
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups: dict[Axis, ProcessGroup | None] = {}
-    for axis in AXES:  # new_group is collective: all ranks must create the same groups in the same order
+    # new_group is collective: all ranks create the same groups in the same order, or they wait for each other for ever.
+    for axis in AXES:
+        # If all data-parallel ranks read the same samples, the context ranks are the data group: no second one.
         is_data = axis == "context" and layout.batch_ranks == 1
         groups[axis] = groups["data"] if is_data else _build_axis(layout.groups(axis), layout, rank)
     ep_group = _build_axis(layout.expert_groups(), layout, rank)
     ep_copies = None if ep_group is None else _build_axis(layout.expert_copies(), layout, rank)
-    # DeepSpeed needs a group over which it reduces experts, even of a single rank.
+    # DeepSpeed needs a group over which it reduces experts, even of a single rank. Each rank creates only its own:
+    # without local synchronisation, all ranks would have to create the groups of all.
     if ep_group is not None and ep_copies is None:
         ep_copies = dist.new_group([rank], timeout=run_timeout(), use_local_synchronization=True)
     return Groups(
