@@ -20,8 +20,11 @@ VERBS = {
     "explain": ("harness.checking.cli.verbs", "explain a rule"),
     "schema": ("harness.checking.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
     "resolve": ("harness.checking.cli.verbs", 'replace every "auto" and show where each value comes from'),
-    "models": ("harness.compat.commands", "show which model families work in which layout"),
-    "verify": ("harness.parity.commands", "check that a config gives the same numbers as training in one process"),
+    "models": ("harness.verify.trials.models_command", "show which model families work in which layout"),
+    "verify": (
+        "harness.verify.trials.verify_command",
+        "check that a config gives the same numbers as training in one process",
+    ),
     "plan": ("harness.planner.cli.verbs", "rank every layout of a number of ranks by its predicted speed"),
     "estimate": ("harness.planner.cli.verbs", "predict memory and speed of one config"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify, export or merge a checkpoint"),

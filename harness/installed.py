@@ -15,8 +15,8 @@ from harness.resilience.process.watching import Watch
 from harness.uncaught import show_in_one_line
 
 OF_VERBS = (
-    *("harness.cluster", "harness.compat", "harness.checking", "harness.data", "harness.dry_run"),
-    *("harness.extras", "harness.parity", "harness.planner", "harness.report"),
+    *("harness.cluster", "harness.checking", "harness.data", "harness.dry_run"),
+    *("harness.extras", "harness.planner", "harness.report", "harness.verify"),
 )
 """The parts that verbs of the command line need."""
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.parity.composition import Composition
-from harness.parity.trial import RIGHT, Judge, TrialResult, try_all
 from harness.training.recording.files import versions
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.trial import RIGHT, Judge, TrialResult, try_all
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = ROOT / "tests" / "distributed" / "compositions.txt"

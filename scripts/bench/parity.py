@@ -25,9 +25,9 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.parity.composition import Composition
-from harness.parity.trial import FAILED, REFUSED, RIGHT, WRONG, TrialResult, try_all
 from harness.training.recording.files import versions
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.trial import FAILED, REFUSED, RIGHT, WRONG, TrialResult, try_all
 from tests.support.random_compositions import Families, draw, features, pairs, shrink
 
 SLICE = 40  # compositions between two looks at the clock: of each slice those on few ranks come first

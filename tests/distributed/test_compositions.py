@@ -17,10 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from harness import Trainer, TrainingArguments
-from harness.parity.commands import verify
-from harness.parity.composition import Composition
-from harness.parity.launch import run_on_ranks
-from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.launch import run_on_ranks
+from harness.verify.trials.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
+from harness.verify.trials.verify_command import verify
 from tests.support.random_compositions import Families, draw
 from tests.support.ranks import run_ranks
 from tests.support.training import rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compat.commands import spell
-from harness.compat.launch import run_families
 from harness.verify.matrix import CELLS, NO_EXPERTS, YES, installed_transformers, read_matrix
+from harness.verify.trials.families import run_families
+from harness.verify.trials.models_command import spell
 
 pytestmark = pytest.mark.ranks
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.parity.composition import Composition
-from harness.parity.execute import run_lines
-from harness.parity.launch import LINES
-from harness.parity.subject import make_subject
-from harness.parity.trial import RIGHT, Judge
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.execute import run_lines
+from harness.verify.trials.launch import LINES
+from harness.verify.trials.subject import make_subject
+from harness.verify.trials.trial import RIGHT, Judge
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -18,13 +18,11 @@ CORE = "harness.training.trainer"
 PARTS = (
     "harness.checking",
     "harness.cluster",
-    "harness.compat",
     "harness.context_parallel",
     "harness.data",
     "harness.dry_run",
     "harness.extras",
     "harness.huggingface",
-    "harness.parity",
     "harness.planner",
     "harness.preferences",
     "harness.report",

@@ -97,8 +97,8 @@ def serve(launch: Callable[[str, Path], int]) -> None:
     """Fork a launcher for each line of the input; answer with its process id, then with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    parity = ["harness.parity.preload"] if is_installed("harness.parity") else []
-    for module in (*parity, *PRELOADED):
+    trials = ["harness.verify.trials.preload"] if is_installed("harness.verify") else []
+    for module in (*trials, *PRELOADED):
         importlib.import_module(module)
     gc.freeze()  # else each collection of garbage looks through all that is imported, for half a second
     for line in sys.stdin:

@@ -15,9 +15,9 @@ from transformers import CONFIG_MAPPING
 
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import PARTITIONS
-from harness.parity.composition import OFFLOADS, ROWS, Composition, Execution, Training, Words
 from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES, model_chunks
 from harness.verify.matrix import YES, read_matrix
+from harness.verify.trials.composition import OFFLOADS, ROWS, Composition, Execution, Training, Words
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Words)

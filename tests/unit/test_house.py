@@ -49,8 +49,7 @@ LAYERS += (
     "installed",
     "preflight",
     "composition",
-    "parity",
-    "compat",
+    "verify.trials",
     "dry_run",
 )
 LAYERS += ("train", "cli")
@@ -196,8 +195,7 @@ def test_only_a_users_script_is_started_with_the_working_directory_in_its_path()
 
 def test_imports_go_one_way():
     def layer(module: str) -> int | None:
-        part = module.split(".")[1] if module.startswith("harness.") else ""
-        return LAYERS.index(part) if part in LAYERS else None
+        return max((at for at, part in enumerate(LAYERS) if f"{module}.".startswith(f"harness.{part}.")), default=None)
 
     upward = []
     for name, path in MODULES.items():

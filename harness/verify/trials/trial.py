@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from harness.config.values.json_object import JsonObject
-from harness.parity.compare import (
+from harness.verify.trials.compare import (
     MOST,
     MOST_IN_16_BITS,
     USUAL,
@@ -26,11 +26,11 @@ from harness.parity.compare import (
     numbers_of,
     other_than_numbers,
 )
-from harness.parity.composition import Composition
-from harness.parity.execute import run_lines, run_lines_unverified
-from harness.parity.launch import Worker, run_on_ranks
-from harness.parity.reference import TrainingResult, reference
-from harness.parity.subject import Subject, make_subject
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.execute import run_lines, run_lines_unverified
+from harness.verify.trials.launch import Worker, run_on_ranks
+from harness.verify.trials.reference import TrainingResult, reference
+from harness.verify.trials.subject import Subject, make_subject
 
 RIGHT, REFUSED, WRONG, FAILED, UNTRIED = "right", "refused", "wrong", "failed", "untried"
 LIMIT_S = 60.0

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from harness.config.values.json_file import parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.parity.launch import run_on_ranks
 from harness.verify.matrix import CELLS
+from harness.verify.trials.launch import run_on_ranks
 
 RANKS = 2
 
@@ -47,7 +47,7 @@ def run_families(
         report(waiting[number], row)
 
     if waiting:
-        from harness.compat.cells import run_rows
+        from harness.verify.trials.cells import run_rows
 
         with TemporaryDirectory(prefix="families_") as folder:
             lines = [f"{family} {only}".rstrip() for family in waiting]

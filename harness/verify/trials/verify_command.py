@@ -16,7 +16,7 @@ from harness.topology.env import inherited, replace_environment
 from harness.verb_parser import VerbParser, name_or_path, path_argument, positive
 
 if TYPE_CHECKING:
-    from harness.parity.trial import TrialResult
+    from harness.verify.trials.trial import TrialResult
 
 DESCRIPTION = """Train a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and again
 by plain torch and transformers in one process; compare losses, gradient norms, evaluations and weights, also after a
@@ -55,7 +55,7 @@ def verify(argv: Sequence[str]) -> int:
     if args.against is not None:
         if args.run is None:
             parser.error("--against needs the run to compare with: ds-harness verify OUTPUT_DIR --against FILE")
-        from harness.parity.against import compare_files
+        from harness.verify.trials.against import compare_files
 
         said, same = compare_files(args.run, args.against)
         print(said)
@@ -72,11 +72,11 @@ def verify(argv: Sequence[str]) -> int:
 def _certify(model: str, arguments: TrainingArguments, world_size: int | None, output: Path | None) -> int:
     if output is not None:
         _write(output, "", "a")  # find out now whether it can be written: the trial takes a minute
-    from harness.parity.launch import QUIET
     from harness.report import certificate
+    from harness.verify.trials.launch import QUIET
 
     replace_environment({**inherited(), **QUIET})  # DeepSpeed reads it when it is imported, which comes next
-    from harness.parity.verify import certify, described
+    from harness.verify.trials.certify import certify, described
 
     def say(verdict: TrialResult) -> None:
         print(f"tried: {described(verdict)}", file=sys.stderr, flush=True)

@@ -79,7 +79,7 @@ def _some(matrix: Matrix, families: Sequence[str]) -> Matrix:
 
 
 def _run(families: Sequence[str], results: Path | None, limit_s: float, only: str) -> Rows:
-    from harness.compat.launch import run_families
+    from harness.verify.trials.families import run_families
 
     with tempfile.TemporaryDirectory() as folder:
         return run_families(

@@ -129,7 +129,7 @@ def _first_error(folder: Path, codes: Sequence[int]) -> str:
 def _server() -> ForkServerContext:
     """Return the multiprocessing context whose server has done the imports of a rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness.parity.execute", "harness.parity.preload"])
+    context.set_forkserver_preload(["harness.verify.trials.execute", "harness.verify.trials.preload"])
     return context
 
 

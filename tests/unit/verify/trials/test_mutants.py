@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LINES = (ROOT / "tests" / "distributed" / "compositions.txt").read_text(encoding="utf-8").splitlines()
 MUTANTS = json.loads((ROOT / "scripts" / "bench" / "mutants.json").read_text(encoding="utf-8"))
 

@@ -17,24 +17,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from harness.atomic import replace_text
-from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
 from harness.config.model.facts import experts_of
 from harness.config.model.plans import spreads_experts
 from harness.errors import UserError
 from harness.hf.locate import PLANS
 from harness.hf.skeleton import read_source
 from harness.parallel.comm import TensorParallel
-from harness.parity.composition import Execution
-from harness.parity.execute import new_trainer, outcome_of, run_composition, silence_this_process
-from harness.parity.launch import LINES
-from harness.parity.trial import RIGHT
+from harness.topology.agreement import all_gather_object
 from harness.verify.comparison import find_difference
 from harness.verify.matrix import CELLS, IS_DECODER, NEEDED, NO_EXPERTS, PLAN, YES, plan_digest
+from harness.verify.trials.compare import other_than_values
+from harness.verify.trials.composition import Execution
+from harness.verify.trials.execute import new_trainer, outcome_of, run_composition, silence_this_process
+from harness.verify.trials.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
+from harness.verify.trials.launch import LINES
+from harness.verify.trials.reference import read_weights
+from harness.verify.trials.trial import RIGHT
 
 
 class Wrong(Exception):
@@ -78,9 +79,7 @@ def _verdict(cell: Callable[[], None]) -> str:
     except Exception as error:  # any error after the cut means that the cut is wrong
         traceback.print_exc()  # if the other rank hangs now, this log is all that shows why
         own = f"wrong: {_short(error)}"
-    said = [""] * dist.get_world_size()
-    dist.all_gather_object(said, own)
-    return max(said, key=lambda text: ("yes", "refused", "wrong").index(text.split(":")[0]))
+    return max(all_gather_object(own), key=lambda text: ("yes", "refused", "wrong").index(text.split(":")[0]))
 
 
 def _short(error: Exception) -> str:
@@ -173,21 +172,11 @@ def _loads(trial: FamilyCase, exported: Path) -> None:
 
 def stored_difference(wanted: Path, found: Path) -> str | None:
     """Return the first difference between the safetensors of `found` and of `wanted`; None if they are equal."""
-    a, b = _tensors(wanted), _tensors(found)
-    if missing := sorted(set(a) - set(b)):
-        return f"{missing[0]} is missing ({len(missing)} in all)"
-    if extra := sorted(set(b) - set(a)):
-        return f"{extra[0]} is unexpected ({len(extra)} in all)"
-    for name, tensor in a.items():
-        if tensor.shape != b[name].shape or tensor.dtype != b[name].dtype:
-            return f"{name} is {b[name].dtype} {tuple(b[name].shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
-        if not torch.equal(tensor, b[name]):
-            return f"{name} has other values"
-    return None
-
-
-def _tensors(directory: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    before, after = read_weights(wanted), read_weights(found)
+    if (difference := other_than_values(after, before)) is not None:
+        return difference
+    changed = (name for name, tensor in before.items() if not torch.equal(tensor, after[name]))
+    return next((f"{name} has other values" for name in changed), None)
 
 
 def run_rows(folder: Path, first: int) -> None:

@@ -14,11 +14,12 @@ from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.skeleton import ModelSource, text_decoder
 from harness.parallel.comm import TensorParallel
-from harness.parity.composition import Composition
-from harness.parity.subject import Subject, make_subject
-from harness.parity.trial import Judge
+from harness.topology.agreement import broadcast_object
 from harness.verify.comparison import NOT_CAUSAL, looks_ahead
 from harness.verify.tiny_copy import tiny_config
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.subject import Subject, make_subject
+from harness.verify.trials.trial import Judge
 
 CPU = torch.device("cpu")
 
@@ -54,15 +55,14 @@ def build_case(family: str, work: Path) -> FamilyCase:
         config = tiny_config(family, tensor=2)
     except UserError as error:
         raise NotTried(str(error)) from error
-    fault = [""]
+    fault = ""
     if dist.get_rank() == 0:
         try:
             make_subject(composition, work)
         except Exception as error:  # rank 1 must get every error
-            fault = [str(error)]
-    dist.broadcast_object_list(fault, src=0)
-    if fault[0]:
-        raise NotTried(fault[0])
+            fault = str(error)
+    if fault := broadcast_object(fault):
+        raise NotTried(fault)
     subject, judge = make_subject(composition, work), Judge()
     if looks_ahead(config, CPU):
         # with other settings it might not look ahead; so a reason that holds for all settings comes first

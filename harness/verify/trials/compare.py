@@ -16,9 +16,9 @@ from pathlib import Path
 from torch import Tensor
 
 from harness.config.values.json_object import JsonObject
-from harness.parity.composition import Composition
-from harness.parity.execute import EXPORTED
-from harness.parity.reference import TrainingResult, read_weights
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.execute import EXPORTED
+from harness.verify.trials.reference import TrainingResult, read_weights
 
 NOISE = 30  # times the effect of rounding errors in the weights
 NOISE_IN_16_BITS = 3  # the same in 16 bits, where the errors are larger: a router may choose another expert
@@ -78,16 +78,23 @@ def other_than_numbers(found: TrainingResult, wanted: TrainingResult, *, texts: 
         return f"{len(found.losses)} steps instead of {len(wanted.losses)}"
     if found.evaluations.keys() != wanted.evaluations.keys():
         return f"evaluations after steps {sorted(found.evaluations)} instead of {sorted(wanted.evaluations)}"
-    if missing := sorted(wanted.weights.keys() - found.weights.keys()):
-        return f"the export lacks {missing[0]} ({len(missing)} in all)"
-    if extra := sorted(found.weights.keys() - wanted.weights.keys()):
-        return f"the export has {extra[0]}, which it should not ({len(extra)} in all)"
-    for name, tensor in wanted.weights.items():
-        own = found.weights[name]
-        if (own.dtype, own.shape) != (tensor.dtype, tensor.shape):
-            return f"{name} is {own.dtype} {tuple(own.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
+    if (difference := other_than_values(found.weights, wanted.weights)) is not None:
+        return difference
     if texts and found.texts != wanted.texts:
         return f"prompts are continued by {found.texts} instead of {wanted.texts}"
+    return None
+
+
+def other_than_values(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    """Return the first difference in names, shapes or dtypes of exported tensors; None if only values differ."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        return f"the export lacks {missing[0]} ({len(missing)} in all)"
+    if extra := sorted(found.keys() - wanted.keys()):
+        return f"the export has {extra[0]}, which it should not ({len(extra)} in all)"
+    for name, tensor in wanted.items():
+        own = found[name]
+        if (own.dtype, own.shape) != (tensor.dtype, tensor.shape):
+            return f"{name} is {own.dtype} {tuple(own.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
     return None
 
 

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from harness.errors import UserError
-from harness.parity.composition import Composition, Execution, Training
-from harness.parity.subject import make_subject
+from harness.verify.trials.composition import Composition, Execution, Training
+from harness.verify.trials.subject import make_subject
 from tests.support.random_compositions import Families, draw, features, pairs, shrink
 
-FIXED = Path(__file__).parents[2] / "distributed" / "compositions.txt"
+FIXED = Path(__file__).parents[3] / "distributed" / "compositions.txt"
 
 
 def test_a_random_composition_comes_back_from_its_line() -> None:

@@ -29,13 +29,13 @@ from harness.hf.skeleton import ModelSource, read_source
 from harness.installed import config_check, read_run_config
 from harness.optimizers import DEFAULT as DEFAULT_OPTIMIZER
 from harness.optimizers import find
-from harness.parity.composition import Composition, Execution, Training
-from harness.parity.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 from harness.report import certificate
 from harness.schedules import DEFAULT, SCHEDULES
 from harness.training.prepare.trainable import shaping
 from harness.training.recording.files import versions
 from harness.verify.tiny_copy import shrink
+from harness.verify.trials.composition import Composition, Execution, Training
+from harness.verify.trials.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 
 MOST_RANKS = 8
 MOST_CHUNKS = 4  # of a tiny copy, which may have four layers

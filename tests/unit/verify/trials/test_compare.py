@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.parity.compare import (
+from harness.verify.trials.compare import (
     MOST,
     USUAL,
     compressed_limit,
@@ -18,9 +18,9 @@ from harness.parity.compare import (
     noise_limit,
     other_than_numbers,
 )
-from harness.parity.composition import Composition
-from harness.parity.reference import TrainingResult, reference
-from harness.parity.subject import make_subject
+from harness.verify.trials.composition import Composition
+from harness.verify.trials.reference import TrainingResult, reference
+from harness.verify.trials.subject import make_subject
 
 PLAIN = Composition.parse("llama steps=2")
 

@@ -22,9 +22,9 @@ from harness.errors import UserError
 from harness.hf.skeleton import read_source, text_decoder
 from harness.hf.unbuilt import vocabulary_size
 from harness.optimizers import DEFAULT, OPTIMIZERS
-from harness.parity.composition import Composition, Execution, Training
 from harness.verify.shrink import parts_of
 from harness.verify.tiny_copy import MOST_PARAMETERS, shrink, tiny_config, tiny_model
+from harness.verify.trials.composition import Composition, Execution, Training
 
 if TYPE_CHECKING:
     from peft import PeftModel

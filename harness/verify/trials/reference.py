@@ -32,8 +32,8 @@ from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 from harness.optimizers import DEFAULT, OPTIMIZERS
 from harness.parallel.plans.experts import run_where_aligned
-from harness.parity.composition import Composition, Training
-from harness.parity.subject import (
+from harness.verify.trials.composition import Composition, Training
+from harness.verify.trials.subject import (
     SAMPLED,
     SCALE_POWER,
     Subject,

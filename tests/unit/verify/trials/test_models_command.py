@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.compat.commands import differences, render, spell
-from harness.compat.launch import read_rows, run_families
 from harness.verify.matrix import CELLS, Matrix, read_matrix, write_matrix
+from harness.verify.trials.families import read_rows, run_families
+from harness.verify.trials.models_command import differences, render, spell
 
 RIGHT = dict.fromkeys(CELLS, "yes")
 REFUSED = dict.fromkeys(CELLS, "refused: it looks ahead")
@@ -119,6 +119,11 @@ def test_what_cannot_be_shown_is_one_line(
         assert end.code == code
     captured = capsys.readouterr()
     assert said in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
+
+
+def test_the_stored_matrix_is_printed_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    assert "families: pipeline" in capsys.readouterr().out
 
 
 def test_the_stored_matrix_is_printed_for_the_families_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:

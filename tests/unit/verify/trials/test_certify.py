@@ -11,12 +11,12 @@ from harness.arguments import TrainingArguments
 from harness.errors import UserError
 from harness.hf.skeleton import read_source
 from harness.installed import read_run_config
-from harness.parity.commands import table, verify
-from harness.parity.composition import Composition, Training
-from harness.parity.subject import deepspeed_config, make_subject
-from harness.parity.trial import TrialResult
-from harness.parity.verify import Reduced, certify, compositions, conclude, data_ranks, reduce, run_config
 from harness.report import certificate
+from harness.verify.trials.certify import Reduced, certify, compositions, conclude, data_ranks, reduce, run_config
+from harness.verify.trials.composition import Composition, Training
+from harness.verify.trials.subject import deepspeed_config, make_subject
+from harness.verify.trials.trial import TrialResult
+from harness.verify.trials.verify_command import table, verify
 
 
 def reduced(config: dict[str, Any], ranks: int) -> Reduced:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.parity.against import compare_files, read_curve
-from harness.parity.commands import verify
+from harness.verify.trials.against import compare_files, read_curve
+from harness.verify.trials.verify_command import verify
 
 LOSSES = [5.0 - 0.01 * step + 0.003 * (step % 7) for step in range(1, 41)]
 

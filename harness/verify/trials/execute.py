@@ -25,12 +25,12 @@ from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
-from harness.parity.composition import Composition, Execution
-from harness.parity.launch import LINES
-from harness.parity.subject import Subject, arguments, make_subject
 from harness.topology.agreement import all_gather_object
 from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
 from harness.training.recording.recorder import SAMPLES
+from harness.verify.trials.composition import Composition, Execution
+from harness.verify.trials.launch import LINES
+from harness.verify.trials.subject import Subject, arguments, make_subject
 
 EXPORTED = "exported"
 NEVER = 1000  # steps between saves, so none comes; but with saves a run checks its optimizer before the first step

@@ -1,1 +1,0 @@
-"""Compare training in any composition of features with plain torch and transformers in one process."""
