@@ -33,15 +33,6 @@ def children_of(process: int) -> list[int]:
         return []
 
 
-def wakes_of(process: int) -> int:
-    """Return how often a process has waited and continued (voluntary context switches); 0 if it cannot be read."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0)
-
-
 def command_of(process: int) -> tuple[str, ...]:
     """Return a process's command line; () if it cannot be read."""
     try:

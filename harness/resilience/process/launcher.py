@@ -7,19 +7,17 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.arguments.words import with_resume
-from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of, wakes_of
+from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # names of the command that the user starts
 WRAPPER = "ds-harness"
 WRAPPERS = ((WRAPPER, "launch"), (WRAPPER, "train"))  # commands that start ranks
 STARTED = "--started"  # the flag of a launch that another launch, on another host, has started
-WAKES_EVERY_S = 0.06  # an interrupted `deepspeed` command sleeps 0.05 s at a time, for 0.25 s in all
 
 
 @dataclass(frozen=True)
@@ -64,23 +62,11 @@ class Launcher:
         except OSError:  # unknown for now: no file can be opened, for instance
             return False
 
-    def runner_wakes(self) -> int:
-        """Return how often the `deepspeed` command has woken up; constant while it waits for its children."""
-        return wakes_of(self.runner) if self.runner else 0
-
-    def is_interrupted(self, wakes: int) -> bool:
-        """Return whether the `deepspeed` command got a SIGINT since `runner_wakes` was `wakes`.
-
-        After one it wakes several times in a quarter of a second, waiting for its child, then prints a traceback. After
-        SIGSTOP and SIGCONT it wakes once.
-        """
-        if (now := self.runner_wakes()) in (0, wakes):
-            return False
-        time.sleep(WAKES_EVERY_S)
-        return self.runner_wakes() not in (0, now)
-
     def end_runner(self) -> None:
-        """End the `deepspeed` command by SIGTERM before it prints a traceback; its exit code is then 143."""
+        """End the `deepspeed` command by SIGTERM; its exit code is then 143.
+
+        It gets Ctrl-C as well, and would print a traceback a quarter of a second later.
+        """
         if any(parent == self.runner == parent_of(process) for process, parent in self.links):
             os.kill(self.runner, signal.SIGTERM)
 

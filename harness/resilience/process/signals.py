@@ -22,7 +22,7 @@ from harness.topology.processes import wait_readable
 
 # In ascending precedence: if ranks received different signals, the highest one counts.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-POLL_S = 0.1  # interval of checks of the launcher; it prints a traceback 0.25 s after a SIGINT
+POLL_S = 0.1  # interval of checks of the launcher
 SAME_S = 0.2  # signals within this time of the first count as one
 # DeepSpeed's launcher may send its own SIGTERM this late after a signal to the whole process group.
 FORWARDED_S = 2.0
@@ -51,7 +51,6 @@ class SignalListener:
         self.saves = False  # whether the training loop checks `first` and saves; else a signal ends the process at once
         self.promise = ""  # message for the first signal, if any
         self.where: str | None = "before the first step"  # named in the message of an exit at once; None: no message
-        self._wakes = launcher.runner_wakes()
 
     def __enter__(self) -> SignalListener:
         self._read, self._write = os.pipe()
@@ -85,16 +84,14 @@ class SignalListener:
             for number in arrived:
                 if number in self.handlers:
                     self._receive(number)
-            if self._runner_is_interrupted() and not self.first:
-                self._receive(signal.SIGINT)
             if not self.first and self.launcher.is_gone():
                 self._receive(signal.SIGTERM)
 
     def _receive(self, number: int) -> None:
         is_forwarded = self.launcher.is_deepspeed and number == signal.SIGTERM
         since_first = time.monotonic() - self._first_at
-        if number == signal.SIGINT:  # Ctrl-C reaches the `deepspeed` command too
-            self._runner_is_interrupted()
+        if number == signal.SIGINT:
+            self.launcher.end_runner()
         if self.saves and not self.first:
             self.first = number
             self._first_at = time.monotonic()
@@ -102,13 +99,6 @@ class SignalListener:
                 self.say(f"{signal.Signals(number).name}: {self.promise}")
         elif not self.saves or since_first > (FORWARDED_S if is_forwarded else SAME_S):
             self._end(number)
-
-    def _runner_is_interrupted(self) -> bool:
-        """End the `deepspeed` command if it got a SIGINT; return whether it did."""
-        wakes, self._wakes = self._wakes, self.launcher.runner_wakes()
-        if is_interrupted := self.launcher.is_interrupted(wakes):
-            self.launcher.end_runner()
-        return is_interrupted
 
     def _end(self, number: int) -> None:
         activity.leave()

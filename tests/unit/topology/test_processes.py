@@ -20,7 +20,6 @@ from harness.topology.processes import (
     own_python,
     parent_of,
     wait_readable,
-    wakes_of,
 )
 
 GONE = 2**22 + 1  # no system hands out such a number
@@ -46,7 +45,7 @@ def test_a_command_line_is_that_of_the_start() -> None:
 
 def test_a_process_that_is_gone_has_nothing_to_show() -> None:
     assert status_of(GONE) is None
-    assert (parent_of(GONE), wakes_of(GONE)) == (0, 0)
+    assert parent_of(GONE) == 0
     assert (children_of(GONE), command_of(GONE)) == ([], ())
 
 
@@ -64,13 +63,6 @@ def test_an_ancestor_is_found_by_a_word_or_by_the_end_of_a_path() -> None:
             assert found and process >= 1 and Path(words[0]).name in {Path(word).name for word in command_of(found)}
             break
     assert ancestor("no-launcher-is-called-so") == 0
-
-
-def test_waiting_is_counted() -> None:
-    before = wakes_of(os.getpid())
-    for _ in range(3):
-        time.sleep(0.001)
-    assert wakes_of(os.getpid()) >= before + 3
 
 
 LARGE = """
