@@ -15,8 +15,7 @@ from harness.config.values.json_object import JsonObject
 from harness.data.files.rows import ASSISTANT, THOUGHTS
 from harness.data.files.tools import with_unique_names
 from harness.data.marks import FoundMark, MarkedMessages, holds_marks, mark
-from harness.data.template_process import Rejected
-from harness.data.templates import Template
+from harness.data.templates import Rejected, Template
 
 Span: TypeAlias = tuple[int, int]
 """Index of the first character, and of the one after the last."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.data import template_process
+from harness.data import templates
 from harness.data.answers import find_answers
 from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer
@@ -301,26 +301,25 @@ def test_each_call_of_a_message_has_to_be_written() -> None:
         learnt(one_alone, [user("a"), both])
 
 
+LOOPS = "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "endless",
     [
-        pytest.param("{{ 'x' * 10**10 }}", id="constant"),
-        pytest.param(
-            "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
-            id="twice",
-        ),
-        pytest.param("{{ messages[0].content.ljust(10**11) }}", id="filled"),
-        pytest.param("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", id="loops"),
-        pytest.param("{{ 10 ** (10 ** (8 + messages | length)) }}", id="power"),
-        pytest.param("{{ '{:>10000000000}'.format('x') }}", id="format"),
-        pytest.param("{% if add_generation_prompt %}{{ 'x' * 10**10 }}{% endif %}", id="prompt"),
-        pytest.param("{% if messages[0].content == 'c' %}{{ 'x' * 10**10 }}{% endif %}", id="later"),
+        pytest.param(LOOPS, id="always"),
+        pytest.param("{% if add_generation_prompt %}" + LOOPS + "{% endif %}", id="prompt"),
+        pytest.param("{% if messages[0].content == 'c' %}" + LOOPS + "{% endif %}", id="later"),
     ],
 )
 def test_a_template_that_runs_on_is_ended(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MOST_SECONDS", 1)
-    with pytest.raises(
-        UserError, match=r"^a\.jsonl:7: the chat template (takes more than 1 GiB|does not end within 1 s)"
-    ):
+    monkeypatch.setattr(templates, "MOST_SECONDS", 1)
+    with pytest.raises(UserError, match=r"^a\.jsonl:7: the chat template does not end within 1 s"):
         for first in ("a", "c"):
             learnt(endless + TEMPLATES["chatml"], two(first, "b", "c", "d"))
+
+
+def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MOST_CHARACTERS", 1000)
+    with pytest.raises(UserError, match=r"^a\.jsonl:7: the chat template writes more than 1,000 characters"):
+        learnt("{{ 'x' * 1001 }}" + TEMPLATES["chatml"], two("a", "b", "c", "d"))
