@@ -50,6 +50,16 @@ def lacks_inodes(folder: Path) -> bool:
     return found.f_files > 0 and found.f_ffree == 0
 
 
+def headline(error: BaseException) -> str:
+    """Return the first line of an error's text; the name of its type if it has none."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+
+
+def text_of(error: BaseException, most: int = MOST_SHOWN) -> str:
+    """Return an error's text as one line of at most `most` characters; the name of its type if it has none."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:most]
+
+
 def one_line(text: str) -> str:
     """Return `text` as one readable line."""
     line = printable(text)

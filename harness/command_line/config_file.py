@@ -17,7 +17,7 @@ from harness.command_line.other_programs import advice, is_section
 from harness.config.values.json_file import regular_bytes
 from harness.config.values.paths import usable_path
 from harness.config.values.typed import takes
-from harness.errors import UserError, UserErrors
+from harness.errors import UserError, UserErrors, headline
 
 if TYPE_CHECKING:
     import yaml
@@ -63,7 +63,7 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
         line = 0 if error.problem_mark is None else error.problem_mark.line + 1
         raise UserError(f"{file}:{line}: is neither YAML nor JSON: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
-        raise UserError(f"--config {file}: is neither YAML nor JSON: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--config {file}: is neither YAML nor JSON: {headline(error)}") from error
     except RecursionError as error:
         raise UserError(f"--config {file}: is nested too deeply to be read") from error
     if root is None:

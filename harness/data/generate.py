@@ -15,7 +15,7 @@ from harness.checkpoint.integrity import is_checkpoint, listed_files, require_li
 from harness.data.stops import stop_tokens, with_stop_tokens
 from harness.data.templates import Template
 from harness.data.tokenizer import MARK, require_vocabulary
-from harness.errors import UserError
+from harness.errors import UserError, headline
 from harness.hf.locate import ADAPTERS, model_directory
 from harness.verb_parser import Boolean, VerbParser, name_or_path, number, whole_number
 
@@ -87,9 +87,9 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
             auto = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
             model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # a broken file raises whatever the code that meets it raises
-            reason = (str(error).strip().splitlines() or [""])[0].replace(str(folder), str(directory))
+            reason = headline(error).replace(str(folder), str(directory))
             kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
-            raise UserError(f"cannot load {directory}: {kind}{reason or type(error).__name__}") from error
+            raise UserError(f"cannot load {directory}: {kind}{reason}") from error
     _require_ids(model.generation_config, directory)
     require_vocabulary(tokenizer, directory)
     return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.values.json_object import JsonObject
 from harness.data.marks import words_of
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,8 +111,7 @@ class Template:
         except UserError:
             raise
         except Exception as error:  # a template is somebody else's program, and may raise anything
-            reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
-            raise Rejected(f"{location}: the chat template rejects it: {reason}") from error
+            raise Rejected(f"{location}: the chat template rejects it: {text_of(error, 200)}") from error
         texts, spans = rendered
         if len(texts[0]) > MOST_CHARACTERS:
             raise UserError(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from harness.config.model.files import TOKENIZER_FILES, has_tokenizer, has_weights
 from harness.config.model.hub import TEXTS, Wanted, fetch
 from harness.config.values.json_file import read_json, require_regular_files
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -234,8 +234,7 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds of error for a broken file
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"cannot read the tokenizer in {directory}: {reason[:200]}") from error
+        raise UserError(f"cannot read the tokenizer in {directory}: {text_of(error, 200)}") from error
     require_vocabulary(tokenizer, directory)
     end_of_document_id(tokenizer)
     return tokenizer

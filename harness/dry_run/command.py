@@ -16,7 +16,7 @@ from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.atomic import replace_text
 from harness.command_line import parse
-from harness.errors import UserError, reason
+from harness.errors import UserError, headline, reason
 from harness.planner.hardware import load_hardware, names
 from harness.preflight import check_inputs
 from harness.quiet import quiet
@@ -75,8 +75,7 @@ def dry_run(argv: Sequence[str]) -> int:
             except UserError:
                 raise
             except Exception as error:  # a run would raise the same, from DeepSpeed or from the model's code
-                reason = next(iter(str(error).strip().splitlines()), "")
-                raise UserError(f"rank {each} cannot be built: {type(error).__name__}: {reason}") from error
+                raise UserError(f"rank {each} cannot be built: {type(error).__name__}: {headline(error)}") from error
             text = json.dumps(as_json(plan, report)) if own.json else as_text(plan, report)
             print(text, file=console.out, flush=True)
             if report.timeline is not None:

@@ -34,6 +34,7 @@ from harness.dry_run.step_timeline import predicted_step
 from harness.dry_run.tape import Tape
 from harness.dry_run.timeline import TimelineSpan
 from harness.dry_run.world import fake_tensors, fake_world
+from harness.errors import headline
 from harness.extras.compression import of_run as compression
 from harness.extras.expert_exchange.exchange import Route, exchange_tokens
 from harness.extras.fp8.layers import fp8_layers
@@ -220,7 +221,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv, hardware: Hardware | None = None)
                 tape = Tape(hardware, plan.layout, env.rank)
                 timeline = predicted_step(rank.engine, plan.resolved, tape, plan.example)
         except ASKS_FOR_VALUES as error:
-            untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
+            untried = f"a step, as it looks at values ({type(error).__name__}: {headline(error)})"
         chunks = {
             chunk: (boundaries[chunk], boundaries[chunk + 1] - 1)
             for chunk in plan.resolved.chunks.of_stage(groups.coordinate.stage)

@@ -30,7 +30,7 @@ from harness.atomic import replaced_files
 from harness.checkpoint.exporting.model_files import set_aside_model
 from harness.config.values.secrets import hide_secrets
 from harness.console import warn
-from harness.errors import UserError
+from harness.errors import UserError, headline
 from harness.extras.dora import initial_magnitudes, own_magnitudes
 from harness.extras.lora_cut import adapters_removed, cut_with_adapters
 from harness.extras.quantized.base import Quantization, QuantizedWeights
@@ -341,7 +341,7 @@ def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -
     try:
         inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, re.error) as error:
-        raise _unfit(model, str(error).strip().splitlines()[0]) from error
+        raise _unfit(model, headline(error)) from error
     shared = {name: other for pair in tied for name, other in (pair, pair[::-1])}
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and (other := shared.get(f"{plain_name(name)}.weight")):

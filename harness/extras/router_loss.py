@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import ForwardOutput, Tokens
 from harness.hf.forward.placeholders import ForwardRun, keep_hidden
@@ -211,7 +211,7 @@ def _coefficient(outer: OuterForward, capture: Capture, head: str) -> float | No
     except CANNOT_RUN as error:
         raise UserError(
             f"{outer.described}: its router loss cannot be computed outside its forward "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:120]}): set output_router_logits to false"
+            f"({type(error).__name__}: {text_of(error, 120)}): set output_router_logits to false"
         ) from error
 
 

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from harness.config.model.counts import LayerCounts, ParameterCounts
 from harness.config.values.json_object import JsonObject
-from harness.errors import UserError
+from harness.errors import UserError, headline, text_of
 from harness.hf.forward.placeholders import find_stack
 from harness.hf.skeleton import build_skeleton, text_decoder
 
@@ -87,8 +87,7 @@ def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
             (Path(folder) / "config.json").write_text(json.dumps(content), encoding="utf-8")
             config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # a family's config class may check its fields as it likes
-        reason = " ".join(str(error).split()).partition(". ")[0]
-        raise UserError(f"transformers cannot read its config.json: {reason}") from error
+        raise UserError(f"transformers cannot read its config.json: {text_of(error).partition('. ')[0]}") from error
     return text_decoder(config)
 
 
@@ -99,7 +98,7 @@ def main() -> int:
     try:
         config, counts = config_and_counts(json.load(sys.stdin))
     except UserError as error:
-        print(str(error).splitlines()[0], file=sys.stderr)
+        print(headline(error), file=sys.stderr)
         return 1
     print(json.dumps({"config": config, "counts": asdict(counts)}))
     return 0

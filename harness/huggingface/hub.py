@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.errors import UserError
+from harness.errors import UserError, headline
 
 MODEL_FILES = [
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
@@ -32,6 +32,5 @@ def upload(
             ignore_patterns=["checkpoint-*/*", "*-checkpoint-*/*", "model.*/*", "adapters.*/*", "logs/*"],
         )
     except (HTTPError, OSError, ValueError) as error:  # no token, no network, no such name, no right
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"push_to_hub: {said}; the model is in {folder}: `hf upload` can send it") from error
+        raise UserError(f"push_to_hub: {headline(error)}; the model is in {folder}: `hf upload` can send it") from error
     return str(done.commit_url)

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.console import drop_output_without_reader, print_if_heard
-from harness.errors import UserError
+from harness.errors import UserError, headline
 from harness.resilience.hosts import HostDevices, address_here, find_hosts, listen
 from harness.resilience.on_host.keeper import GRACE_S, keep
 from harness.resilience.on_host.processes import LineReader, become_subreaper
@@ -194,7 +194,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
             if end.code != LOST:
                 return end.code
         except (RuntimeError, RendezvousError) as error:
-            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+            reason = headline(error.__cause__ or error)
             text = f"the store of the run at {options.rdzv_endpoint} does not answer: {reason}"
             print_if_heard(f"{options.command}: {text}", sys.stderr)
         ranks.end()

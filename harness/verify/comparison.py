@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.config.model.sharding import shard_range
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 from harness.hf.causal import CausalModel
 from harness.hf.layers.call import LayerOutput
 from harness.hf.skeleton import ModelSource
@@ -159,7 +159,7 @@ def _try(cut: Cut, whole: UncutModel, ranks: RankGroups) -> Difference | None:
     except UserError:
         raise
     except Exception as error:  # a wrong plan may raise anything
-        return ranks.difference(f"{type(error).__name__} ({' '.join(str(error).split())[:120]})", float("inf"))
+        return ranks.difference(f"{type(error).__name__} ({text_of(error, 120)})", float("inf"))
 
 
 def _run_whole(config: PretrainedConfig, seed: int, device: torch.device) -> UncutModel:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 from harness.hf.forward.placeholders import takes_positions
 from harness.hf.layers.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.layers.call import CANNOT_RUN
@@ -85,9 +85,9 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
         if (changed := with_key_per_head(config)) is not None:
             worst = _try(changed, attention, device, dtype)
             raise too_few_key_heads(config, changed) if worst <= TOLERANCE else _seen(changed, worst) from error
-        reason = " ".join(str(error).split())[:160]
         raise UserError(
-            f"model type {config.model_type!r} does not run on packed documents ({reason}): train without packing"
+            f"model type {config.model_type!r} does not run on packed documents ({text_of(error, 160)}): train without "
+            "packing"
         ) from error
 
 

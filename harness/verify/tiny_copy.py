@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 from harness.hf.unbuilt import vocabulary_size
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_where_aligned
@@ -66,8 +66,10 @@ def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
             return tiny
         except Exception as error:  # any family, any reason; the first one is reported
             reason = reason or error
-    first = " ".join(str(reason).split())[:160]
-    raise UserError(f"no tiny copy of this {config.model_type} model runs: {type(reason).__name__}: {first}")
+    assert reason is not None
+    raise UserError(
+        f"no tiny copy of this {config.model_type} model runs: {type(reason).__name__}: {text_of(reason, 160)}"
+    )
 
 
 def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.context_parallel.arguments import SplitArguments
 from harness.context_parallel.attention import SharedAttention
 from harness.context_parallel.layer import sharded_layers
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 from harness.hf.context.plan import TokenSplitSupport, kind_of_layer, named_blocks, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
@@ -61,8 +61,7 @@ def _plan(tried: _Tried) -> TokenSplitSupport:
         with own_generators(0), on_any_device(model):
             return _trial(model)
     except (UserError, *CANNOT_RUN) as error:
-        reason = " ".join(str(error).split())[:200]
-        return TokenSplitSupport(obstacle=f"could not be tried on a tiny copy ({reason})")
+        return TokenSplitSupport(obstacle=f"could not be tried on a tiny copy ({text_of(error, 200)})")
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from harness.errors import UserError
+from harness.errors import UserError, headline
 from harness.topology.agreement import all_or_none
 
 T = TypeVar("T")
@@ -43,9 +43,9 @@ def saving(action: Callable[[], T]) -> T:
     except MemoryError as error:
         raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {error or 'out of memory'}") from error
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
+        text = headline(error)
         if any(words in str(error) for words in ("can't allocate memory", "out of memory", "can't start new thread")):
             raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {text}") from error
         traceback.print_exc()  # to this rank's log, since it may be more than a full disk
-        kind = "" if type(error) is Exception and text else f"{type(error).__name__}: "
+        kind = "" if type(error) is Exception else f"{type(error).__name__}: "
         raise UserError(f"rank {dist.get_rank()}: {kind}{text}") from error

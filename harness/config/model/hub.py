@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.model.files import INDEX, indexed_files
-from harness.errors import UserError
+from harness.errors import UserError, headline, text_of
 
 ID = re.compile(r"(?P<name>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>[\w./-]+))?")
 TEXTS = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # configs and tokenizers
@@ -115,13 +115,11 @@ def _download(name: str, revision: str | None, wanted: Wanted) -> Path:
             )
         )
     except HfHubHTTPError as error:  # not there, private, gated, or the hub itself is in trouble
-        reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        raise UserError(f"{missing}; the hub says: {reason[:300]}") from error
+        raise UserError(f"{missing}; the hub says: {text_of(error, 300)}") from error
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{missing}; it cannot be downloaded ({reason[:200]}): run {command} where there is a network, or give a "
-            "directory"
+            f"{missing}; it cannot be downloaded ({headline(error)[:200]}): run {command} where there is a network, "
+            "or give a directory"
         ) from error
 
 

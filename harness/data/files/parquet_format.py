@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness.data.files.format import Extent, Row, RowFormat, require_distinct
 from harness.data.files.rows import BESIDE, COLUMNS, kind_of_row, plain_row
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -109,4 +109,4 @@ def _arrow_errors(file: Path, wrong: str) -> Iterator[None]:
     except (ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # Arrow raises OSError without a number itself
             raise
-        raise UserError(f"{file} {wrong}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise UserError(f"{file} {wrong}: {text_of(error)}") from error

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.console import warn
+from harness.errors import headline
 from harness.topology.env import inherited
 
 BLOCK = 1024
@@ -40,8 +41,7 @@ def runs(device: torch.device, trial: Callable[[torch.device], None]) -> bool:
         trial(device)
     # Any error of a compiler or driver: torch's own operations need neither, so the run can go on.
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        warn(f"kernels in Triton are not used on {device}: {type(error).__name__}: {reason}")
+        warn(f"kernels in Triton are not used on {device}: {type(error).__name__}: {headline(error)}")
         return False
     return True
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from harness.errors import UserError
+from harness.errors import UserError, headline
 from harness.hf.adapters import PREFIX
 from harness.hf.layers.wrappers import Wrapper
 from harness.hf.weights.lazy_tensor import Box, LazyTensor
@@ -212,8 +212,7 @@ def _plain(key: str, adapter: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if "size mismatch" in line), lines[0])
+    return next((line.strip() for line in str(error).splitlines() if "size mismatch" in line), headline(error))
 
 
 def _activate_saved_modules(model: PeftModel, adapters: Sequence[Path], names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from traceback import walk_tb
 import torch
 from torch import Tensor
 
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
 from harness.hf.forward.placeholders import ForwardRun, PlaceholderForward
 from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs, same
@@ -134,7 +134,7 @@ def analyze(forward: PlaceholderForward) -> ForwardAnalysis:
         except CANNOT_RUN as error:
             raise UserError(
                 f"{forward.described}: {_failed_in(error)} does not run with placeholders for the model's modules "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be split into stages"
+                f"({type(error).__name__}: {text_of(error, 120)}), so it cannot be split into stages"
             ) from error
         last_use = _last_uses(forward, base)
     states = tuple(state for name, made in base.sources.items() if (state := _state(name, made, last_use)) is not None)

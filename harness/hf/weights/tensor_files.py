@@ -26,7 +26,7 @@ from torch import Tensor
 
 from harness.config.model.files import INDEX, OLD_INDEX, OLD_SINGLE, SINGLE, indexed_files
 from harness.config.values.json_file import parse_json
-from harness.errors import UserError, printable
+from harness.errors import UserError, headline, printable
 from harness.hf.weights.lazy_tensor import Box, InMemory, LazyTensor
 from harness.parallel.host import staging
 
@@ -296,7 +296,7 @@ def _open_pickled(path: Path) -> dict[str, LazyTensor]:
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: contains more than tensors, so it is not loaded: save it as safetensors") from error
     except Exception as error:  # torch may raise anything for a damaged file
-        raise ValueError((str(error).strip() or type(error).__name__).splitlines()[0]) from error
+        raise ValueError(headline(error)) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise UserError(f"{path}: is not a mapping from names to tensors: save the model as safetensors")
     return {name: LazyTensor.of(InMemory(tensor, name)) for name, tensor in content.items()}

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from harness.atomic import replace_text
 from harness.config.model.facts import experts_of
 from harness.config.model.plans import spreads_experts
-from harness.errors import UserError
+from harness.errors import UserError, text_of
 from harness.hf.locate import PLANS
 from harness.hf.skeleton import read_source
 from harness.parallel.comm import TensorParallel
@@ -83,7 +83,7 @@ def _verdict(cell: Callable[[], None]) -> str:
 
 
 def _short(error: Exception) -> str:
-    text = " ".join(str(error).split()).replace(f"{PLANS.parents[1]}/", "").replace(f"{tempfile.gettempdir()}/", "")
+    text = text_of(error).replace(f"{PLANS.parents[1]}/", "").replace(f"{tempfile.gettempdir()}/", "")
     kind = "" if isinstance(error, (UserError, Wrong, NotTried)) else f"{type(error).__name__}: "
     return (kind + text)[:300]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from harness.config.values.json_object import JsonObject
+from harness.errors import text_of
 from harness.topology.env import LOOPBACK, changed_environment, free_port, inherited, replace_environment
 from harness.topology.processes import SAFE_PATH
 
@@ -162,7 +163,7 @@ def _rank(
         dist.barrier()
         code = 0
     except BaseException as error:
-        said = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        said = f"rank {rank}: {type(error).__name__}: {text_of(error, 300)}"
         (folder / f"{ERROR}{time.monotonic_ns():020}").write_text(said)
         traceback.print_exc()
     finally:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from harness.config.values.json_object import JsonObject
+from harness.errors import text_of
 from harness.verify.trials.compare import (
     MOST,
     MOST_IN_16_BITS,
@@ -116,7 +117,7 @@ def _try_some(
             make_subject(each, folder / "models")
             able.append((index, each))
         except Exception as error:  # a family's config or model may raise anything for sizes that do not fit it
-            reason = f"no such model: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            reason = f"no such model: {type(error).__name__}: {text_of(error, 160)}"
             conclude(index, TrialResult(composition=each, kind=UNTRIED, reason=reason))
 
     def judged(number: int, outcome: JsonObject) -> None:
@@ -164,7 +165,7 @@ class Judge:
         try:
             wanted = self.reference(composition, subject)
         except Exception as error:  # a family may raise anything in plain transformers
-            reason = f"plain transformers: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            reason = f"plain transformers: {type(error).__name__}: {text_of(error, 160)}"
             return TrialResult(composition=composition, kind=UNTRIED, reason=reason)
         if "error" in outcome:
             return TrialResult(composition=composition, kind=FAILED, reason=outcome["error"])
