@@ -33,7 +33,7 @@ from harness.checkpoint.directories import (
     read_manifest,
     read_progress,
 )
-from harness.config.values.json_file import member, read_object
+from harness.config.values.json_file import object_or_empty
 from harness.errors import UserError
 
 MOST_A_STEP = 1 << 24  # samples in a global batch
@@ -253,19 +253,17 @@ def foreign(output_dir: Path) -> list[Path]:
     The directory's own run is named in `run.json`; without that file, it is the run that saved most checkpoints.
     """
     ids = {path: _saved_by(path) for _, path in numbered(output_dir)}
-    own = _run_of(output_dir)
+    own = own_run(output_dir)
     if not own:
         (own, most), (_, second) = [*Counter(filter(None, ids.values())).most_common(2), ("", 0), ("", 0)][:2]
         own = own if most > second else ""
     return [path for path, found in ids.items() if own and found and found != own]
 
 
-def _run_of(output_dir: Path) -> str:
-    """Return the id of the run in `run.json`; "" without one."""
-    try:
-        return member(read_object(output_dir / RUN), "run_id", str)
-    except (OSError, ValueError):
-        return ""
+def own_run(output_dir: Path) -> str:
+    """Return the id of the run that a directory belongs to, from `run.json`; "" for a new directory."""
+    found = object_or_empty(output_dir / RUN).get("run_id")
+    return found if isinstance(found, str) else ""
 
 
 def _saved_by(checkpoint: Path) -> str:

@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -17,7 +16,7 @@ from harness.cluster.checks import cpus, memory, require_kept, require_startable
 from harness.cluster.job import Job
 from harness.cluster.kubernetes import job_set, train_job
 from harness.cluster.slurm import batch
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import object_or_empty
 from harness.errors import UserError
 from harness.verb_parser import VerbParser, number, path_argument, positive, whole_number
 
@@ -141,10 +140,8 @@ def _mount(text: str) -> str:
 
 def measured_save(folder: str | None) -> float | None:
     """Return the longest save of an earlier run in this folder, in seconds; None if none was measured."""
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        found = read_json(Path(folder or "") / "run.json")
-        return float(found["longest_save_s"]) or None
-    return None
+    found = object_or_empty(Path(folder or "") / "run.json").get("longest_save_s")
+    return found or None if isinstance(found, float) else None
 
 
 def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from harness.config.model.files import TOKENIZER_FILES, has_tokenizer, has_weights
 from harness.config.model.hub import TEXTS, Wanted, fetch
-from harness.config.values.json_file import read_json, require_regular_files
+from harness.config.values.json_file import object_or_empty, require_regular_files
 from harness.errors import UserError, text_of
 
 if TYPE_CHECKING:
@@ -254,13 +254,10 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: str | os.P
 
 def _is_marked(directory: str) -> bool:
     """Return whether this is a saved bytes tokenizer to which no tokens have been added since."""
-    try:
-        config = read_json(Path(directory, "tokenizer_config.json"))
-        if not isinstance(config, dict) or config.get(MARK) != BYTES:
-            return False
-        return len(read_json(Path(directory, "tokenizer.json"))["added_tokens"]) == 2
-    except (OSError, ValueError, KeyError, TypeError):
+    if object_or_empty(Path(directory, "tokenizer_config.json")).get(MARK) != BYTES:
         return False
+    added = object_or_empty(Path(directory, "tokenizer.json")).get("added_tokens")
+    return isinstance(added, list) and len(added) == 2
 
 
 def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:

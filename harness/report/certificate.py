@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from harness.atomic import replace_text
 from harness.config import Resolved
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import object_or_empty
 from harness.config.values.json_object import JsonObject
 from harness.topology.env import cache_folder
 from harness.wording import counted
@@ -95,11 +94,8 @@ def store(certificate: JsonObject) -> Path | None:
 
 def find(subject: Mapping[str, object], versions: Mapping[str, object]) -> JsonObject | None:
     """Return the certificate for a run's subject and versions; None if there is none."""
-    with suppress(OSError, ValueError):
-        found = read_json(_path(subject, versions))
-        if isinstance(found, dict) and found.get("subject") == subject and found.get("versions") == versions:
-            return found
-    return None
+    found = object_or_empty(_path(subject, versions))
+    return found if found and (found.get("subject"), found.get("versions")) == (subject, versions) else None
 
 
 def _path(subject: Mapping[str, object], versions: Mapping[str, object]) -> Path:

@@ -11,7 +11,7 @@ from harness.checking import resolve
 from harness.checkpoint.directories import EVALUATIONS, METRICS, RESTARTS, RUN, numbered
 from harness.config import AutoValues
 from harness.config.text.document import from_values
-from harness.config.values.json_file import parse_json, read_json, regular_bytes
+from harness.config.values.json_file import objects_of_lines, read_object, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.estimate import Estimate, predict
@@ -107,7 +107,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
 def _read_about(path: Path) -> tuple[JsonObject, str | None]:
     """Return the content of `run.json`, and why it cannot be read, if so."""
     try:
-        return _object(read_json(path)), None
+        return read_object(path), None
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError) as error:
@@ -117,15 +117,11 @@ def _read_about(path: Path) -> tuple[JsonObject, str | None]:
 def _by_step(path: Path) -> Iterator[JsonObject]:
     """Yield the rows of a file that have a step. A last line that is half written is left out."""
     try:
-        lines = regular_bytes(path).decode("utf-8", errors="replace").splitlines()
+        content = regular_bytes(path)
     except (OSError, ValueError):
         return
-    for line in lines:
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int and abs(row["step"]) < 2**53:
+    for row in objects_of_lines(content):
+        if type(row.get("step")) is int and abs(row["step"]) < 2**53:
             yield row
 
 

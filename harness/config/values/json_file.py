@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,6 +70,22 @@ def member(content: JsonObject, name: str, kind: type[T]) -> T:
     if type(value) is not kind:
         raise ValueError(f"{name} is missing" if name not in content else f"{name} is {str(value)[:60]!r}")
     return value
+
+
+def object_or_empty(path: Path) -> JsonObject:
+    """Return the object in a JSON file; {} if the file is absent, damaged, or holds something else."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def objects_of_lines(content: bytes | str) -> Iterator[JsonObject]:
+    """Yield the JSON object on each line, without lines that hold none: a run that is killed cuts off its last one."""
+    for line in content.splitlines():
+        with suppress(ValueError):
+            if isinstance(row := parse_json(line), dict):
+                yield row
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -12,8 +12,9 @@ from harness.arguments import TrainingArguments
 from harness.atomic import replace_text
 from harness.checkpoint.directories import MANIFEST, RUN, read_manifest
 from harness.checkpoint.integrity import damage, newest_whole
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import object_or_empty, read_object
 from harness.config.values.json_object import JsonObject
+from harness.config.values.pointers import lookup
 from harness.console import Console
 from harness.errors import UserError
 from harness.extras.pushing.read_back import read_back
@@ -161,19 +162,19 @@ class PushCallback(PushingCallback):
             else:
                 self._failed.append({"name": name, "problem": outcome.problem})
                 self._console.warn(f"{name} not copied to {self.store.url}: {outcome.problem}; training continues")
-        with suppress(OSError, ValueError, TypeError):  # a file that somebody has replaced is not worth an error
-            content = read_json(output_dir / RUN)
+        with suppress(OSError, ValueError):  # a file that somebody has replaced is not worth an error
+            content = read_object(output_dir / RUN)
             content["pushed"] = {"to": self.store.url, "complete": self._complete, "failed": self._failed}
             replace_text(output_dir / RUN, json.dumps(content, indent=2) + "\n")
 
 
 def _rows(output_dir: Path, store: Store) -> dict[str, JsonObject]:
     """Return what the `run.json` of an earlier process says of each complete copy in the store, by its name."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or one that somebody has replaced
-        pushed = read_json(output_dir / RUN)["pushed"]
-        if pushed["to"] == store.url:
-            return {row["name"]: row for row in pushed["complete"]}
-    return {}
+    about = object_or_empty(output_dir / RUN)
+    rows = lookup(about, "/pushed/complete") if lookup(about, "/pushed/to") == store.url else None
+    # somebody may have edited the file
+    named = [row for row in rows if isinstance(row, dict) and "name" in row] if isinstance(rows, list) else []
+    return {str(row["name"]): row for row in named}
 
 
 def _link(folder: Path, into: Path, names: list[str]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.atomic import free_name, sync_folder
-from harness.checkpoint.directories import MANIFEST, RUN, finished_name, partial_name, read_manifest, remove
-from harness.checkpoint.integrity import changed_file, damage, newest_whole
-from harness.config.values.json_file import read_json
+from harness.checkpoint.directories import MANIFEST, finished_name, partial_name, read_manifest, remove
+from harness.checkpoint.integrity import changed_file, damage, newest_whole, own_run
 from harness.console import Console
 from harness.errors import UserError
 from harness.extras.pushing.store import CANNOT, FLAG, Store, why
@@ -57,7 +56,7 @@ def _read(store: Store, name: str, step: int, output_dir: Path) -> str | None:
     try:
         store.get(f"{name}/{MANIFEST}", partial / MANIFEST)
         manifest = read_manifest(partial)
-        if (run := _own_run(output_dir)) and manifest.run_id != run:
+        if (run := own_run(output_dir)) and manifest.run_id != run:
             return "it is of another run"
         for file in manifest.files:
             store.get(f"{name}/{file}", partial / file)
@@ -74,11 +73,3 @@ def _read(store: Store, name: str, step: int, output_dir: Path) -> str | None:
         return str(error)
     finally:
         remove([partial])
-
-
-def _own_run(output_dir: Path) -> str:
-    """Return the id of the run that `output_dir` belongs to; "" for a new directory."""
-    try:
-        return str(read_json(output_dir / RUN)["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from harness.atomic import replace_text
 from harness.checkpoint.directories import RUN
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import read_object
 from harness.config.values.json_object import JsonObject
+from harness.config.values.pointers import lookup
 from harness.config.values.secrets import Secrets
 from harness.errors import UserError, reason
 from harness.resilience.process.activity import CLOCK
@@ -31,9 +32,9 @@ def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
     """Add to `run.json` how this process spent its time, in seconds; without `first_step`, keep the old value."""
     path = output_dir / RUN
     # A full disk or a replaced file is not worth an error at the end of a run.
-    with suppress(OSError, ValueError, AttributeError, TypeError):
-        content = read_json(path)
-        first_step = first_step or content.get("wall_clock", {}).get("first_step")
+    with suppress(OSError, ValueError):
+        content = read_object(path)
+        first_step = first_step or lookup(content, "/wall_clock/first_step")
         content["wall_clock"] = {**CLOCK.seconds(), "first_step": first_step}
         content["longest_save_s"] = CLOCK.longest_s("saving")
         replace_text(path, json.dumps(content, indent=2) + "\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from harness.checkpoint.directories import METRICS, RUN
-from harness.config.values.json_file import read_json, regular_bytes
+from harness.config.values.json_file import object_or_empty, regular_bytes
 from harness.config.values.pointers import lookup
 from harness.errors import UserError
 
@@ -183,11 +183,7 @@ def _alignment(own: Curve, theirs: Curve) -> tuple[int, int]:
 
 def _precision(run: Path) -> str:
     """Return the precision of a run from its run.json; fp32 if it is not known."""
-    folder = run if run.is_dir() else run.parent
-    try:
-        found = read_json(folder / RUN)
-    except (OSError, ValueError):
-        return "fp32"
+    found = object_or_empty((run if run.is_dir() else run.parent) / RUN)
     return next((name for name in ("bf16", "fp16") if lookup(found, f"/config/{name}/enabled")), "fp32")
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness.config.values.json_file import parse_json, regular_bytes
+from harness.config.values.json_file import objects_of_lines, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.verify.matrix import CELLS
@@ -58,12 +57,8 @@ def run_families(
 
 def read_rows(results: Path) -> dict[str, dict[str, str]]:
     """Return the rows of a results file by family, without a last line that was cut off."""
-    rows = {}
-    for line in _content(results).splitlines():
-        with suppress(ValueError, TypeError, LookupError, AttributeError):  # of another file, too
-            row = parse_json(line)
-            rows[str(row.pop("family"))] = row
-    return rows
+    rows = [row for row in objects_of_lines(_content(results)) if "family" in row]
+    return {str(row.pop("family")): row for row in rows}
 
 
 def _content(results: Path) -> bytes:
