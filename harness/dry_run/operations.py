@@ -16,7 +16,6 @@ from types import CodeType, FrameType
 from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.dry_run.kernel_time import WRITE_ONLY, Kernel, kernel_of
-from harness.dry_run.ledger import OPERATIONS
+from harness.dry_run.ledger import sent_by
 from harness.extras.fusing.fused import Rotation
 from harness.parallel.values import Keyword, Operation, Positional
 from harness.planner.hardware import Hardware
@@ -226,18 +225,13 @@ class StepRecorder(TorchDispatchMode):
         )
 
     def _record_collective(self, name: str, args: Sequence[object], place: _Place) -> None:
-        group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        operation = OPERATIONS.get(name, name.removesuffix("_"))
-        size = max(
-            (sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args), default=0
-        )
-        if group is None or not size:
-            return
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        if len(ranks) > 1:
-            seconds = collective(self._hardware, operation, ranks, size)
+        sent = sent_by(name, args)
+        if sent is not None:
+            seconds = collective(self._hardware, sent.operation, sent.ranks, sent.size)
             part = place.part or REDUCTION
-            self.recorded.append(Recorded(name=operation, part=part, bytes=size, seconds=seconds, collective=True))
+            self.recorded.append(
+                Recorded(name=sent.operation, part=part, bytes=sent.size, seconds=seconds, collective=True)
+            )
 
     def _place(self) -> tuple[_Place, bool]:
         """Return where the operation that runs now belongs, and whether that is in a backward pass."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from harness.checking.schema import Key
 from harness.config.values.coercion import as_bool, as_float, as_int
+from harness.config.values.layout_keys import is_regex
 from harness.wording import one_of
 
 NAMES = {
@@ -69,14 +70,6 @@ def _convert(kind: str, value: object, *, lenient: bool) -> object:
     return value if accepted is not None and isinstance(value, accepted) else None
 
 
-def _is_regex(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
 def _limits(key: Key, value: object) -> tuple[str, str]:
     """Return the fault of a value of the right type: "choice", "range" or ""."""
     core = key.core
@@ -97,7 +90,7 @@ def _limits(key: Key, value: object) -> tuple[str, str]:
         return "range", "not empty"
     if isinstance(value, str) and not re.search(core.get("pattern", ""), value):
         return "choice", str(core["x-pattern"])
-    if isinstance(value, str) and core.get("format") == "regex" and not _is_regex(value):
+    if isinstance(value, str) and core.get("format") == "regex" and not is_regex(value):
         return "choice", "a regular expression"
     if "items" in core and isinstance(value, list):
         kind = core["items"]["type"]

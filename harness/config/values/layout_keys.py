@@ -85,7 +85,7 @@ def partition_method(value: object) -> str | None:
     if value.lower() in PARTITIONS:
         return value.lower()
     kind, _, pattern = value.partition(":")
-    return value if kind.lower() == "type" and pattern and _is_regex(pattern) else None
+    return value if kind.lower() == "type" and pattern and is_regex(pattern) else None
 
 
 def schedule_name(value: object) -> str | None:
@@ -95,7 +95,8 @@ def schedule_name(value: object) -> str | None:
     return value.lower() if isinstance(value, str) and value.lower() in SCHEDULES else None
 
 
-def _is_regex(pattern: str) -> bool:
+def is_regex(pattern: str) -> bool:
+    """Return whether a text is a regular expression."""
     try:
         re.compile(pattern)
     except re.error:

@@ -35,7 +35,7 @@ def usable(device: torch.device) -> bool:
 
 def runs(device: torch.device, trial: Callable[[torch.device], None]) -> bool:
     """Return whether Triton kernels can run on `device` and their `trial` succeeds; warn if it fails."""
-    if (device.type != "cuda" and not _interpreted()) or find_spec("triton") is None:
+    if (device.type != "cuda" and not interpreted()) or find_spec("triton") is None:
         return False
     try:
         trial(device)
@@ -60,7 +60,7 @@ def _try(device: torch.device) -> None:
     require_close(of_logits, *torch.autograd.grad(loss, [logits]))
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     """Return whether Triton interprets kernels on the CPU, which is only suitable for tests."""
     return inherited("TRITON_INTERPRET").get("TRITON_INTERPRET") == "1"
 
@@ -87,9 +87,10 @@ def probabilities_less_label(
         log_sums, labels, scales, label_scales: [...]; sums and scales in float32.
     """
     log_sums, labels, scales, label_scales = (each.contiguous() for each in (log_sums, labels, scales, label_scales))
-    grid, width = _grid(log_sums.numel(), logits.shape[-1])
+    grid, width = grid_of(log_sums.numel(), logits.shape[-1])
     _programs().probabilities_less_label[grid](logits, out, log_sums, labels, scales, label_scales, width, block=BLOCK)
 
 
-def _grid(rows: int, width: int) -> tuple[tuple[int, int], int]:
+def grid_of(rows: int, width: int) -> tuple[tuple[int, int], int]:
+    """Return how many programs compute so many rows, in two dimensions, and the width of a row."""
     return (rows, -(-width // BLOCK)), width

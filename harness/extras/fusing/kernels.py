@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.device.kernels import runs
+from harness.device.kernels import BLOCK, grid_of, runs
 
-BLOCK = 1024
-"""Columns of a row that one program computes."""
 AS_TORCH = {"enable_fp_fusion": False}
 """Options of the compiler: a multiplication and an addition round twice, as two operations of torch do."""
 
@@ -157,7 +155,7 @@ def gate(gates: Tensor, ups: Tensor, activation: str) -> Tensor:
     """Return activation(gates) * ups, contiguous; both [..., n] of one dtype."""
     out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     rows, (of_gates, of_ups) = _rows(gates, ups)
-    grid, width = _grid(rows, gates.shape[-1])
+    grid, width = grid_of(rows, gates.shape[-1])
     _programs().gate[grid](gates, ups, out, of_gates, of_ups, width, activation=activation, block=BLOCK, **AS_TORCH)
     return out
 
@@ -166,15 +164,11 @@ def gate_backward(grads: Tensor, gates: Tensor, ups: Tensor, activation: str) ->
     """Return the gradients of `gates` and `ups`, contiguous, from that of what `gate` has returned."""
     outputs = tuple(torch.empty(gates.shape, dtype=gates.dtype, device=gates.device) for _ in range(2))
     rows, strides = _rows(grads, gates, ups)
-    grid, width = _grid(rows, gates.shape[-1])
+    grid, width = grid_of(rows, gates.shape[-1])
     _programs().gate_backward[grid](
         grads, gates, ups, *outputs, *strides, width, activation=activation, block=BLOCK, **AS_TORCH
     )
     return outputs[0], outputs[1]
-
-
-def _grid(rows: int, width: int) -> tuple[tuple[int, int], int]:
-    return (rows, -(-width // BLOCK)), width
 
 
 def _rows(*tensors: Tensor) -> tuple[int, list[int]]:

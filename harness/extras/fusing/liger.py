@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from harness.device.kernels import interpreted
 from harness.errors import UserError
 from harness.extras.fusing.fused import reads_globals, with_globals
 from harness.hf.skeleton import build_skeleton
-from harness.topology.env import inherited
 
 FLAG = "--use_liger_kernel"
 NOT_THE_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -74,7 +74,7 @@ def find_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernels
 
     There are none if the package or a GPU is missing, or Liger does not support the family.
     """
-    has_device = device.type != "cpu" or _interpreted()
+    has_device = device.type != "cpu" or interpreted()
     if not has_device or find_spec("liger_kernel") is None:
         return "needs a GPU and the package liger-kernel (pip install liger-kernel), and one of the two is missing here"
     liger = import_module("liger_kernel.transformers.monkey_patch")
@@ -132,12 +132,7 @@ def _taken_back(home: ModuleType, names: Mapping[str, Any]) -> dict[str, Callabl
 def _where_there_are_values(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def either(first: Tensor, *args: object, **kwargs: object) -> Any:
-        on_device = first.device.type not in ("meta", "cpu") or (first.device.type == "cpu" and _interpreted())
+        on_device = first.device.type not in ("meta", "cpu") or (first.device.type == "cpu" and interpreted())
         return (kernel if type(first) is Tensor and on_device else plain)(first, *args, **kwargs)
 
     return either
-
-
-def _interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU, as in tests."""
-    return inherited("TRITON_INTERPRET").get("TRITON_INTERPRET") == "1"
