@@ -125,9 +125,10 @@ def _require(parser: VerbParser, args: argparse.Namespace, script: Sequence[str]
     for name in OF_PODS if not in_pods else ():
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is for kubernetes")
+    volume = None
     if in_pods:
         require_kept(script, args.volume, args.mount)
-    volume = (args.mount if args.volume else "") if in_pods else None
+        volume = args.mount if args.volume else ""
     require_startable(script, args.nodes * (args.ranks or args.gpus), elsewhere=volume)
 
 

@@ -109,7 +109,7 @@ def _without_effect(words: Sequence[str]) -> dict[str, str]:
 def _name_and_value(flag: Sequence[str]) -> tuple[str, str]:
     """Return a flag's name without dashes, and its value; "true" without one."""
     name, equals, value = flag[0].partition("=")
-    return name.removeprefix("--").replace("-", "_"), value if equals else " ".join(flag[1:]) if flag[1:] else "true"
+    return name.removeprefix("--").replace("-", "_"), value if equals else " ".join(flag[1:] or ["true"])
 
 
 def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> JsonObject:

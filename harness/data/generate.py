@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.integrity import is_checkpoint, listed_files, require_listed_weights
-from harness.data.stops import stop_tokens, with_stop_tokens
+from harness.data.stops import listed, stop_tokens, with_stop_tokens
 from harness.data.templates import Template
 from harness.data.tokenizer import MARK, require_vocabulary
 from harness.errors import UserError, headline
@@ -98,9 +98,7 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
 def _require_ids(config: GenerationConfig, directory: Path) -> None:
     """Raise UserError for a generation_config.json whose special tokens are not ids."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        found = getattr(config, name, None)
-        ids = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(isinstance(each, int) for each in ids):
+        if not all(isinstance(each, int) for each in listed(getattr(config, name, None))):
             raise UserError(f"{directory}: {name} of its generation_config.json is not a number: correct or remove it")
 
 

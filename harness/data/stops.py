@@ -74,8 +74,15 @@ def _id(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
 def with_stop_tokens(generation: GenerationConfig, stops: Sequence[StopToken]) -> GenerationConfig:
     """Return a copy of a generation config that also stops at these tokens."""
     changed = copy.deepcopy(generation)
-    known = generation.eos_token_id
-    given = known if isinstance(known, list) else [] if known is None else [known]
+    given = listed(generation.eos_token_id)
     ids = list(dict.fromkeys([*given, *(stop.id for stop in stops if stop.id is not None)]))
-    changed.eos_token_id = known if ids == given else ids[0] if len(ids) == 1 else ids
+    if ids != given:
+        changed.eos_token_id = ids[0] if len(ids) == 1 else ids
     return changed
+
+
+def listed(ids: int | list[int] | None) -> list[int]:
+    """Return the ids in a field of a generation config, which holds one, several or none."""
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]

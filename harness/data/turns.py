@@ -270,7 +270,8 @@ class Turns:
         always_asks = asked == self.chat.render(self.chat.messages[:index], prompt=True)
         opened = [at for at in map(shared.find, self.openings) if at >= 0]
         kept = (_FIRST_CLOSED if always_asks and not self.openings else _CLOSED).match(shared)
-        shared = shared[: min(opened)] if opened else kept[0] if kept else ""
+        closed = kept[0] if kept else ""
+        shared = shared[: min(opened)] if opened else closed
         rest = closing[len(shared) :]
         is_of_any_end = bool(asked) and asked.endswith(rest)
         closes_all = bool(self.chat.template.eos) and rest.strip().startswith(self.chat.template.eos)

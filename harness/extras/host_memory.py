@@ -209,8 +209,8 @@ class HostMemory:
         of_kept = sum(row[rank] for row in sizes[:rank]) * width
         result.view(-1)[of_kept : of_kept + kept].copy_(flat[before : before + kept])
         travels = [[n * width * (i != j) for j, n in enumerate(row)] for i, row in enumerate(sizes)]
-        left, right = flat[:before], flat[before + kept :]
-        sent = torch.cat([left, right]) if len(left) and len(right) else left if len(left) else right
+        around = [part for part in (flat[:before], flat[before + kept :]) if len(part)]
+        sent = around[0] if len(around) == 1 else torch.cat(around or [flat[:0]])
         numbers, longest = max(PIECE_BYTES // x.element_size(), 1), max(map(sum, travels))
         starts = range(0, longest, numbers)
 

@@ -128,7 +128,9 @@ def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: Tens
     if shard is None:
         return
     matrix = len(shard.full_shape) == 2
-    outputs = 0 if matrix else 2 if getattr(base, "is_transposed", False) else 1
+    outputs = 0
+    if not matrix:
+        outputs = 2 if getattr(base, "is_transposed", False) else 1
     for key, rank in wrapper.r.items():
         a, b = wrapper.lora_A[key], wrapper.lora_B[key]
         if shard.dim == outputs:

@@ -71,8 +71,9 @@ def linear_layers(layer: LayerShape) -> Iterator[tuple[Target, int, int]]:
     if layer.kv_rank:
         first, *others = layer.attention_matrices
         yield "query", *first
+        by_inputs: dict[int, Target] = {layer.hidden: "key", layer.q_rank: "query"}
         for inputs, outputs in others:
-            yield ("query" if inputs == layer.q_rank else "key" if inputs == layer.hidden else "value"), inputs, outputs
+            yield by_inputs.get(inputs, "value"), inputs, outputs
     elif layer.heads:
         yield from (("query", layer.hidden, layer.query), ("key", layer.hidden, layer.key))
         yield "value", layer.hidden, layer.value

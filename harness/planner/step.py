@@ -197,7 +197,9 @@ def _data(
         reduce = _half_rings(hardware, strategy, held, experts, each, 1)
     reduce *= times if each_micro_batch else 1
     defers = strategy.flat_sums and SCHEDULES[strategy.schedule].defers  # weight gradients come last
-    hidden = (compute * 2 / 3 if each_micro_batch else window) if strategy.overlap_data and not defers else 0.0
+    hidden = 0.0
+    if strategy.overlap_data and not defers:
+        hidden = compute * 2 / 3 if each_micro_batch else window
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage or strategy.flat_sums else 0.0
     # while the next forward pass computes
     travels = workload.habits.overlap_parameters or (strategy.flat_sums and strategy.overlap_data)

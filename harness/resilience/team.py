@@ -55,7 +55,9 @@ def team_of(offers: Sequence[Offer], failing: Sequence[Device], script: Script, 
         devices = tuple(device for device in offer.devices if (offer.host, device) not in failing)
         left.append(replace(offer, devices=devices))
     ranks = sum(len(offer.devices) for offer in left)
-    start = script.first(ranks) if ranks == wanted else script.on_fewer(wanted, ranks) if ranks else None
+    start = None
+    if ranks:
+        start = script.first(ranks) if ranks == wanted else script.on_fewer(wanted, ranks)
     if start is None or start.ranks < fewest:
         return Team(offers=tuple(replace(offer, devices=()) for offer in left), available=ranks)
     return Team(offers=_used(left, start), start=start)

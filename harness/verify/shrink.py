@@ -177,7 +177,9 @@ def _resized(key: str, value: object, scale: _Scale, table: Fields) -> object:
     if key in table["head_size"] and is_size(value):
         return _head_size(value, scale)
     if key.endswith(("token_id", "token_index")):
-        return value % FIRST_ID if isinstance(value, int) else None if isinstance(value, list) else value
+        if isinstance(value, int):
+            return value % FIRST_ID
+        return None if isinstance(value, list) else value
     return _at_most(key, value, table, scale.tensor)
 
 

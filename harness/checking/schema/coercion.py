@@ -25,6 +25,8 @@ NAMES = {
     "object": "an object",
     "null": "null",
 }
+FOREIGN: dict[str, tuple[type, ...]] = {"boolean": (str,), "integer": (str, bool), "number": (str, bool)}
+"""Types of values that are converted to a key's type."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ def read(key: Key, value: object, *, pydantic: bool) -> Reading:
         if converted is None or (is_exact and kind == "boolean" and not isinstance(value, bool)):
             continue
         fault, wanted = _limits(key, converted)
-        foreign = (str,) if kind == "boolean" else (str, bool) if kind in ("integer", "number") else ()
-        if not fault and isinstance(value, foreign):
+        if not fault and isinstance(value, FOREIGN.get(kind, ())):
             fault, wanted = "converted", NAMES[kind]
         return Reading(converted, fault, wanted)
     wanted = " or ".join(NAMES[kind] for kind in types if kind != "null")

@@ -143,4 +143,6 @@ def _state_of(dataset: object) -> JsonObject | None:
 
 
 def _listed(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list | tuple) else [value]

@@ -124,7 +124,9 @@ class UserOptimizer:
     def require_whole(self, resolved: Resolved, layout: Layout) -> None:
         """Raise UserError if the layout divides values that an update needs as a whole."""
         divides = resolved.zero_stage > 0 or resolved.precision != "fp32" or layout.tp_size > 1 or layout.ep_size > 1
-        most = Scope.ELEMENT if divides else Scope.TENSOR if layout.pp_size > 1 else Scope.MODEL
+        most = Scope.TENSOR if layout.pp_size > 1 else Scope.MODEL
+        if divides:
+            most = Scope.ELEMENT
         if self.scope > most:
             what = "the other weights of its parameter" if self.scope is Scope.TENSOR else "all other parameters"
             how = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"

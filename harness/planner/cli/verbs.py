@@ -99,6 +99,7 @@ def _cells(number: int, one: Estimate) -> dict[str, str]:
     """Return the cells of a row by column heading."""
     row, strategy = one.row(), one.strategy
     tiles = ("loss", strategy.loss_tile), ("ffn", strategy.block_tile), ("mask", strategy.attention_tile)
+    recomputes = "yes" if row["activation_checkpointing"] else "no"
     return {
         "": str(number),
         "pp": str(strategy.pp_size),
@@ -107,7 +108,7 @@ def _cells(number: int, one: Estimate) -> dict[str, str]:
         "ZeRO": str(strategy.zero_stage),
         "micro": str(strategy.micro_batch),
         "accum": str(strategy.accumulation),
-        "ckpt": "host" if strategy.host_activations else "yes" if row["activation_checkpointing"] else "no",
+        "ckpt": "host" if strategy.host_activations else recomputes,
         "schedule": _schedule(strategy),
         "offload": {"none": "no", "optimizer": "states", "parameters": "weights", "optimizer+parameters": "all"}[
             strategy.offload

@@ -281,6 +281,9 @@ def _execution(run: RunConfig, sizes: Sizes) -> Execution:
     pp = sizes.pp
     devices = [lookup(data, f"/zero_optimization/{name}/device") for name in OFFLOADS]
     optimizer, parameters = (device not in (None, "none") for device in devices)
+    offload = "optimizer" if optimizer else "none"
+    if parameters:
+        offload = "all"
     return Execution(
         pp=pp,
         tp=sizes.tp,
@@ -288,7 +291,7 @@ def _execution(run: RunConfig, sizes: Sizes) -> Execution:
         cp=sizes.cp,
         ep=sizes.ep,
         zero=resolved.zero_stage,
-        offload="all" if parameters else "optimizer" if optimizer else "none",
+        offload=offload,
         schedule=resolved.schedule if pp > 1 else DEFAULT,
         chunks=resolved.chunks.per_stage if SCHEDULES[resolved.schedule].chunks is None and pp > 1 else 0,
         partition=resolved.partition if pp > 1 else "balanced",

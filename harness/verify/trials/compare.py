@@ -126,7 +126,9 @@ def _relative(a: float, b: float) -> float:
 
 
 def _quotient(a: float, b: float) -> float:
-    return a / b if b else (inf if a else 0.0)
+    if b:
+        return a / b
+    return inf if a else 0.0
 
 
 def is_another_course(found: TrainingResult, again: Callable[[int], TrainingResult], limit: Distance) -> bool:

@@ -127,14 +127,15 @@ def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
     """
     experts = view.model.experts if view.model is not None else None
     if view.target == "harness" and experts and experts < view.ep_size:
+        hint = f"set autoep_size to {experts // view.tp_size * view.tp_size}"
+        if view.tp_size == 1:
+            hint = f"set autoep_size to at most {experts}"
+        elif view.tp_size > experts:
+            hint = "remove expert_parallel, so that each expert is split"
         yield Finding(
             pointer="/expert_parallel/autoep_size",
             message=f"{view.ep_size} expert-parallel ranks, but the model has only {counted(experts, 'expert')}",
-            hint=f"set autoep_size to at most {experts}"
-            if view.tp_size == 1
-            else f"set autoep_size to {experts // view.tp_size * view.tp_size}"
-            if view.tp_size <= experts
-            else "remove expert_parallel, so that each expert is split",
+            hint=hint,
             deepspeed="does nothing here: the harness distributes the experts itself",
             on_value=True,
         )
