@@ -37,6 +37,14 @@ from harness.verify.trials.launch import LINES
 from harness.verify.trials.reference import read_weights
 from harness.verify.trials.trial import RIGHT
 
+LAYOUTS = {
+    "pipeline": Execution(pp=2),
+    "tensor": Execution(tp=2),
+    "experts": Execution(dp=2, ep=2),
+    "zero3": Execution(dp=2, zero=3),
+}
+"""The layouts of the cells that train."""
+
 
 class Wrong(Exception):
     """A cell ran, and its result is not that of one process."""
@@ -59,11 +67,13 @@ def run_family(family: str, work: Path, only: str = "") -> dict[str, str]:
         return {**row, **dict.fromkeys([only] if only else CELLS, f"not tried: {_short(error)}")}
     exported = work / "exported"
     if only:
-        return {only: _verdict(partial({"tensor": _tensor, "experts": _experts}[only], trial))}
-    row["pipeline"] = _verdict(partial(_pipeline, trial, exported))
-    row["tensor"] = _verdict(partial(_tensor, trial))
-    row["experts"] = _verdict(partial(_experts, trial)) if _has_experts(trial.config) else NO_EXPERTS
-    row["zero3"] = _verdict(partial(_zero3, trial, None if exported.exists() else exported))
+        return {only: _verdict(partial(_train, trial, only, None))}
+    for cell in LAYOUTS:
+        if cell == "experts" and not _has_experts(trial.config):
+            row[cell] = NO_EXPERTS
+            continue
+        exports = cell in ("pipeline", "zero3") and not exported.exists()
+        row[cell] = _verdict(partial(_train, trial, cell, exported if exports else None))
     row["import"] = _verdict(partial(_same_tensors, trial, exported)) if exported.exists() else row["zero3"]
     row["export"] = _verdict(partial(_loads, trial, exported)) if exported.exists() else row["zero3"]
     return row
@@ -91,28 +101,10 @@ def _short(error: Exception) -> str:
 # -- cells -------------------------------------------------------------------------------------------------
 
 
-def _pipeline(trial: FamilyCase, exported: Path) -> None:
-    _compare_cut(trial, TensorParallel())
-    _steps(trial, Execution(pp=2), exported)
-
-
-def _tensor(trial: FamilyCase) -> None:
-    _compare_cut(trial, TensorParallel.of(dist.group.WORLD))
-    _steps(trial, Execution(tp=2))
-
-
-def _experts(trial: FamilyCase) -> None:
-    _steps(trial, Execution(dp=2, ep=2))
-
-
 def _has_experts(config: PretrainedConfig) -> bool:
     """Return whether a family is a mixture of experts, by its plan or its config."""
     text = config.get_text_config(decoder=True).to_dict()
     return spreads_experts(text) or experts_of(text)[0] > 1
-
-
-def _zero3(trial: FamilyCase, exported: Path | None) -> None:
-    _steps(trial, Execution(dp=2, zero=3), exported)
 
 
 def _trained(trial: FamilyCase) -> PretrainedConfig:
@@ -120,17 +112,17 @@ def _trained(trial: FamilyCase) -> PretrainedConfig:
     return read_source(str(trial.directory)).config
 
 
-def _compare_cut(trial: FamilyCase, tensor: TensorParallel) -> None:
-    found = find_difference(_trained(trial), cut_family, tensor, CPU)
-    if found is not None:
-        raise Wrong(str(found))
+def _train(trial: FamilyCase, cell: str, exported: Path | None) -> None:
+    """Train in the layout of a cell, and compare the result with one process. Raises Wrong on rank 0 if they differ.
 
-
-def _steps(trial: FamilyCase, execution: Execution, exported: Path | None = None) -> None:
-    """Write the untrained model to `exported`, if given; train in a layout and compare the result with one process.
-
-    Raises Wrong on rank 0 if they differ.
+    Before, compare the cut model with the whole one, and write the untrained model to `exported`, if given.
     """
+    execution = LAYOUTS[cell]
+    if cell in ("pipeline", "tensor"):  # the others cut no layer
+        tensor = TensorParallel.of(dist.group.WORLD) if execution.tp > 1 else TensorParallel()
+        difference = find_difference(_trained(trial), cut_family, tensor, CPU)
+        if difference is not None:
+            raise Wrong(str(difference))
     composition = replace(trial.composition, executions=(execution,))
     run_folder = trial.directory.parent / str(execution).replace(" ", "_")
     if exported is not None:

@@ -32,7 +32,6 @@ class NotTried(Exception):
 class FamilyCase:
     """A tiny model of a family with its training data, and the judge that compares a training with one process."""
 
-    family: str
     config: PretrainedConfig
     subject: Subject
     composition: Composition
@@ -71,7 +70,7 @@ def build_case(family: str, work: Path) -> FamilyCase:
     if dist.get_rank() == 0:
         judge.reference(composition, subject)  # first: a ZeRO-3 engine replaces torch's `functional.linear` for good
     dist.barrier()
-    return FamilyCase(family=family, config=config, subject=subject, composition=composition, judge=judge)
+    return FamilyCase(config=config, subject=subject, composition=composition, judge=judge)
 
 
 def needs_is_decoder(config: PretrainedConfig) -> bool:
