@@ -18,6 +18,7 @@ from harness.data.blocks import Blocks
 from harness.data.mixing import Joined, Mixture
 from harness.data.samples import Samples
 from harness.data.tokenizer import ByteTokenizer, known
+from harness.errors import printable
 from harness.parallel.generators import own_generators, seed_of
 from harness.training.parts.data import AnyTokenizer, Datasets
 
@@ -108,14 +109,9 @@ def marked(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedToken
     runs = [(is_learnt, [one for one, _ in run]) for is_learnt, run in groupby(pairs, key=lambda pair: pair[1])]
     texts = []
     for is_learnt, run in runs[:_MOST_RUNS]:
-        text = _cut(_on_one_line(str(tokenizer.decode(run, skip_special_tokens=False))))
+        text = _cut(printable(str(tokenizer.decode(run, skip_special_tokens=False))))
         texts.append(f"{BEGIN}{text}{END}" if is_learnt else text)
     return "".join(texts) + (" ..." if len(runs) > _MOST_RUNS else "")
-
-
-def _on_one_line(text: str) -> str:
-    """Escape line breaks and all other unprintable characters, which could move a terminal's cursor."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def _cut(text: str) -> str:

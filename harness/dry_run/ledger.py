@@ -161,14 +161,10 @@ def named_groups(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     Groups of the same ranks have one name; the last of `AXES` wins.
     """
     place = layout.coordinate(rank)
-    replica = [r for stage in range(layout.pp_size) for r in layout.ranks_along("tensor", _at(layout, rank, stage))]
+    replica = [r for of_stage in layout.ranks_along("pipeline", rank) for r in layout.ranks_along("tensor", of_stage)]
     named = {tuple(range(layout.world_size)): "world", tuple(sorted(replica)): "model"}
     stage_ranks = layout.stage_ranks(place.stage)
     named.setdefault(tuple(stage_ranks), "stage")
     for name, groups in (("expert", layout.expert_groups()), ("copies", layout.expert_copies())):
         named.setdefault(next(tuple(ranks) for ranks in groups if rank in ranks), name)
     return named | {tuple(layout.ranks_along(axis, rank)): axis for axis in AXES}
-
-
-def _at(layout: Layout, rank: int, stage: int) -> int:
-    return layout.ranks_along("pipeline", rank)[stage]

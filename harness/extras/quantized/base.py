@@ -120,7 +120,7 @@ class QuantizedWeights:
         if not marked:
             return
         uncut = layer
-        if any(_is_cut(layer.get_submodule(name)) for name in marked):
+        if any(shard_of(_weight(layer.get_submodule(name))) is not None for name in marked):
             first = next(layer.parameters())
             uncut = copy.deepcopy(whole)
             materialise(uncut, first.device, _dtype_of(layer, marked))
@@ -226,10 +226,6 @@ def _holds_bytes(layer: nn.Module) -> bool:
 
 def _is_transposed(layer: nn.Module) -> bool:
     return isinstance(layer, Conv1D) or getattr(layer, "weight_transposed", False)
-
-
-def _is_cut(layer: nn.Module) -> bool:
-    return shard_of(_weight(layer)) is not None
 
 
 def _weight(layer: nn.Module) -> nn.Parameter:

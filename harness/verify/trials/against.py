@@ -141,11 +141,12 @@ def compare_files(run: Path, other: Path) -> tuple[str, bool]:
     if mean_of > 1:
         lines.append(f"its losses are means of {mean_of} steps")
     worst = 0.0
+    first, growth = ALLOWED[precision]
     for step in steps:
         at = step + offset
         wanted = mean(own.losses[each] for each in range(at - mean_of + 1, at + 1) if each in own.losses)
         off = abs(theirs.losses[step] - wanted)
-        allowed = _rounding(at, precision) * abs(wanted) + theirs.digits[step] + own.digits[at]
+        allowed = (first + growth * at) * abs(wanted) + theirs.digits[step] + own.digits[at]
         if not off <= allowed:  # not so for NaN
             values = f"{wanted:.7g} and {theirs.losses[step]:.7g}"
             apart = f"{values} differ by {off:.1e}; rounding allows {allowed:.1e}"
@@ -153,12 +154,6 @@ def compare_files(run: Path, other: Path) -> tuple[str, bool]:
             return "\n".join(lines), False
         worst = max(worst, off / max(abs(wanted), 1e-30))
     return "\n".join([*lines, f"equal up to rounding: the largest relative difference is {worst:.1e}"]), True
-
-
-def _rounding(step: int, precision: str) -> float:
-    """Return the relative difference that rounding may have made by a step."""
-    first, growth = ALLOWED[precision]
-    return first + growth * step
 
 
 def _alignment(own: Curve, theirs: Curve) -> tuple[int, int]:

@@ -245,16 +245,11 @@ def _fitting(given: Sizes, kept: str) -> Sizes:
     sizes = given
     spared = {kept, "tp"} if kept == "ep" else {kept}  # fewer tensor-parallel ranks would halve the experts' ranks, too
     while sizes.fewest > MOST_RANKS:
-        halvable = [axis for axis in AXES if _may_halve(sizes, axis)]
+        halvable = [axis for axis in AXES if getattr(sizes, axis) > (sizes.tp if axis == "ep" else 1)]
         others = [axis for axis in halvable if axis not in spared]
         last = kept if kept in halvable else "tp"
         sizes = sizes.halved(max(others, key=partial(getattr, sizes), default=last))
     return sizes
-
-
-def _may_halve(sizes: Sizes, axis: str) -> bool:
-    size: int = getattr(sizes, axis)
-    return size > (sizes.tp if axis == "ep" else 1)
 
 
 def _sizes_left_out(resolved: Resolved, tried: Sequence[Sizes]) -> Iterator[str]:
