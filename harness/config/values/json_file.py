@@ -80,7 +80,7 @@ def object_or_empty(path: Path) -> JsonObject:
         return {}
 
 
-def objects_of_lines(content: bytes | str) -> Iterator[JsonObject]:
+def objects_of_lines(content: bytes) -> Iterator[JsonObject]:
     """Yield the JSON object on each line, without lines that hold none: a run that is killed cuts off its last one."""
     for line in content.splitlines():
         with suppress(ValueError):

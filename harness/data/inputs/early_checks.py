@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from pathlib import Path
 
+from harness.config.values.json_file import parse_json
 from harness.errors import UserError
 
 Message = dict[str, str]
@@ -32,11 +33,10 @@ def read_prompts(path: Path) -> list[str | list[Message]]:
 def _prompt(path: Path, number: int, line: str) -> str | list[Message]:
     if path.suffix != ".jsonl":
         return line
-    try:
-        row = json.loads(line)
-        prompt: str | list[Message] = row["prompt"] if "prompt" in row else row["messages"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        prompt = []
+    row = None
+    with suppress(ValueError):
+        row = parse_json(line)
+    prompt: str | list[Message] = row.get("prompt", row.get("messages", [])) if isinstance(row, dict) else []
     is_chat = isinstance(prompt, list) and all(
         isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in prompt
     )

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from harness.atomic import exchange, rename_folder
+from harness.config.values.json_file import object_or_empty
 from harness.data.on_disk.progress import PreparationProgress
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
@@ -81,14 +82,14 @@ def is_whole(folder: Path) -> bool:
 
     A file with the noted size and times is not read; of any other file the digest is compared.
     """
+    noted = object_or_empty(folder / NOTE)
+    if not all(isinstance(was, dict) for was in noted.values()):
+        return False
     try:
-        if not (folder / NOTE).is_file():  # opening a pipe would block
+        touched = {name for name, was in noted.items() if stamp_of(folder / name) != was.get("stamp")}
+        if any(digest_of(folder / name) != noted[name].get("digest") for name in touched):
             return False
-        noted = json.loads((folder / NOTE).read_bytes())
-        touched = {name for name, was in noted.items() if stamp_of(folder / name) != was["stamp"]}
-        if any(digest_of(folder / name) != noted[name]["digest"] for name in touched):
-            return False
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError):  # a name may hold what no file's name can
         return False
     if touched:  # same content, new time, as after a copy: note the time, so that the next start need not read it
         with suppress(OSError):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from harness.atomic import replace_text
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import read_object
 from harness.config.values.json_object import JsonObject
 from harness.schedules import DEFAULT, ModelChunks, model_chunks
 
@@ -139,8 +139,8 @@ def read_steps(output_dir: Path, run_id: str | None = None) -> Iterator[StepProf
     """Yield the profiles of a run's steps in order, without files that are damaged or belong to another run."""
     for path in sorted((output_dir / FOLDER).glob("step-*.json")):
         try:
-            profile = _profile(read_json(path))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            profile = _profile(read_object(path))
+        except (OSError, ValueError, TypeError, KeyError):
             continue
         if run_id in (None, profile.run_id) and profile.ranks:
             yield profile

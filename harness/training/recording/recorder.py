@@ -19,7 +19,7 @@ from types import TracebackType
 from harness.arguments.themes.reporting import monitor_sections
 from harness.atomic import open_no_link
 from harness.checkpoint.directories import EVALUATIONS, METRICS, RUN, set_aside
-from harness.config.values.json_file import parse_json
+from harness.config.values.json_file import objects_of_lines
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
 from harness.console import warn
@@ -269,11 +269,7 @@ class Recorder:
 
 def _is_before(line: bytes, first_step: int) -> bool:
     """Return whether a line is complete and of a step before `first_step`."""
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return False
-    step = record.get("step") if isinstance(record, dict) else None
+    step = next(objects_of_lines(line), {}).get("step")
     return line.endswith(b"\n") and isinstance(step, int) and step < first_step
 
 
