@@ -19,11 +19,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from step_account.account import account
+
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
-from harness.dry_run.account import account
 from harness.dry_run.command import dry_run_plan
 from harness.errors import UserError
 from harness.planner.hardware import load_hardware, names

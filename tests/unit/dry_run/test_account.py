@@ -19,10 +19,7 @@ from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.cli import main
 from harness.command_line import parse
-from harness.dry_run import operations as parts
-from harness.dry_run.account import HOST, Account, account
 from harness.dry_run.command import dry_run_plan
-from harness.dry_run.fusion import Fusion
 from harness.extras.fusing.fused import Rotation
 from harness.planner.hardware import load_hardware
 from harness.planner.layer_time import AS_ONE, HOST_ZERO_3, NARROW
@@ -31,6 +28,9 @@ from harness.planner.update_traffic import update_traffic
 from harness.planner.workload import Strategy, Workload
 from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
+from scripts.bench.step_account import operations as parts
+from scripts.bench.step_account.account import HOST, Account, account
+from scripts.bench.step_account.fusion import Fusion
 
 LAYERS, HIDDEN, WIDE, VOCABULARY, TOKENS = 1, 64, 128, 512, 128
 LLAMA: dict[str, Any] = {

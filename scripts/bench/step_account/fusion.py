@@ -12,8 +12,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.dry_run.operations import ATTENTION, ELEMENTWISE, LOSS, NORMS, PRODUCTS, ROTARY, Operand, Recorded
 from harness.planner.hardware import Hardware
+
+from .operations import ATTENTION, ELEMENTWISE, LOSS, NORMS, PRODUCTS, ROTARY, Operand, Recorded
 
 Fusion = Literal["compile", "kernels"]
 

@@ -15,13 +15,14 @@ from harness.config.values.json_object import JsonObject
 from harness.deepspeed.initialize import replacing
 from harness.deepspeed.update import StagedEngine
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
-from harness.dry_run.fusion import Fusion, fused
-from harness.dry_run.operations import PARTS, SUMS, Recorded, StepRecorder
 from harness.dry_run.rank import DryRun, SimulatedRank, expect_peers, make_step, simulated_rank
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import HOST_ZERO_3
 from harness.topology.env import LaunchEnv
 from harness.training.engine.build import compiled_parts
+
+from .fusion import Fusion, fused
+from .operations import PARTS, SUMS, Recorded, StepRecorder
 
 HOST = "gaps, host time"
 
