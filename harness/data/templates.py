@@ -98,7 +98,7 @@ class Template:
         return [(start, end) for start, end in spans]
 
     def _render(
-        self, messages: Sequence[JsonObject], tools: list[JsonObject] | None, location: str, **how: bool
+        self, messages: Sequence[JsonObject], tools: list[Any] | None, location: str, **how: Any
     ) -> tuple[list[str], list[list[tuple[int, int]]]]:
         """Return the text of one conversation and its generated spans, from transformers' sandbox."""
         from transformers.utils.chat_template_utils import render_jinja_template

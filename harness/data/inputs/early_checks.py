@@ -33,10 +33,11 @@ def read_prompts(path: Path) -> list[str | list[Message]]:
 def _prompt(path: Path, number: int, line: str) -> str | list[Message]:
     if path.suffix != ".jsonl":
         return line
-    row = None
+    prompt: str | list[Message] = []
     with suppress(ValueError):
         row = parse_json(line)
-    prompt: str | list[Message] = row.get("prompt", row.get("messages", [])) if isinstance(row, dict) else []
+        if isinstance(row, dict):
+            prompt = row["prompt"] if "prompt" in row else row.get("messages", [])
     is_chat = isinstance(prompt, list) and all(
         isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in prompt
     )

@@ -34,8 +34,8 @@ def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
     # A full disk or a replaced file is not worth an error at the end of a run.
     with suppress(OSError, ValueError):
         content = read_object(path)
-        first_step = first_step or lookup(content, "/wall_clock/first_step")
-        content["wall_clock"] = {**CLOCK.seconds(), "first_step": first_step}
+        earlier = lookup(content, "/wall_clock/first_step")
+        content["wall_clock"] = {**CLOCK.seconds(), "first_step": first_step or earlier}
         content["longest_save_s"] = CLOCK.longest_s("saving")
         replace_text(path, json.dumps(content, indent=2) + "\n")
 
