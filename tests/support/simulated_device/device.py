@@ -15,6 +15,7 @@ What it cannot show: measured speed, kernels that exist on a GPU alone, NCCL's o
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -68,14 +69,17 @@ def built() -> Path:
 
     folder = Path(get_default_build_root()) / "simulated_device"
     library = folder / f"simulated_{hashlib.sha256(named.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = library.with_suffix(f".{os.getpid()}")
-        headers = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
-        words = ["-O1", "-std=c++20", "-w", "-fPIC", "-shared", *headers, "-DTORCH_EXTENSION_NAME=simulated"]
-        libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch_python"]
-        subprocess.run([os.environ.get("CXX", "c++"), *words, str(source), "-o", str(partial), *libraries], check=True)
-        partial.rename(library)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of a fresh machine would compile it at the same time
+        if not library.exists():
+            partial = library.with_suffix(f".{os.getpid()}")
+            headers = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
+            words = ["-O1", "-std=c++20", "-w", "-fPIC", "-shared", *headers, "-DTORCH_EXTENSION_NAME=simulated"]
+            libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch_python"]
+            compiler = os.environ.get("CXX", "c++")
+            subprocess.run([compiler, *words, str(source), "-o", str(partial), *libraries], check=True)
+            partial.rename(library)
     return library
 
 

@@ -24,8 +24,8 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
+from tests.support.layers import build, run
 from tests.support.models import model_of
-from tests.unit.hf.test_decoder import build, run
 
 OWN = Fp8Product(multiply=emulated)
 

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from harness.errors import UserError
 from harness.extras.lora import Adaptation, adapted_model, lora_config
 from harness.hf.adapters import PREFIX, saved_name
-from harness.hf.causal import CausalModel, assemble
+from harness.hf.causal import CausalModel
 from harness.hf.layers.wrappers import is_wrapper
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.zero import Zero3Partition
+from tests.support.layers import build, prepare, run
 from tests.support.models import config, model_of
-from tests.unit.hf.test_decoder import build, run
 
 ALL = {"r": 4, "target_modules": "all-linear"}
 IDS = torch.arange(24).reshape(2, 12)
@@ -36,16 +36,7 @@ def adapt(
     seed: int = 0,
     part: Zero3Partition | None = None,
 ) -> CausalModel:
-    return assemble(
-        source,
-        tensor=place or TensorParallel(),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=seed,
-        finish=lambda layer: None,
-        adaptation=adaptation,
-        part=part,
-    )
+    return prepare(source, place, seed=seed, adaptation=adaptation, part=part)
 
 
 def fresh(

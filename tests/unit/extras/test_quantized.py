@@ -17,10 +17,8 @@ from harness.arguments.themes.lora import LoraArguments
 from harness.errors import UserError
 from harness.extras.lora import adapted
 from harness.extras.quantized.matrix import quantise, reserved
-from harness.hf.causal import assemble
-from harness.parallel.comm import TensorParallel
+from tests.support.layers import build, prepare, run
 from tests.support.models import model_of
-from tests.unit.hf.test_decoder import build, run
 
 IDS = torch.arange(24).reshape(2, 12)
 PEFT = {"r": 4, "target_modules": "all-linear", "bias": "none"}
@@ -74,16 +72,7 @@ def test_logits_and_gradients_are_those_of_pefts_own_model(tmp_path: Path, famil
     )
     source, adaptation = adapted(str(directory), LoraConfig(**PEFT), bits)
     assert source is not None
-    causal = assemble(
-        source,
-        tensor=TensorParallel(),
-        device=torch.device("cpu"),
-        dtype=dtype,
-        seed=0,
-        finish=lambda layer: None,
-        adaptation=adaptation,
-    )
-    built = build(causal)
+    built = build(prepare(source, dtype=dtype, adaptation=adaptation))
     ours = {name: p for module in built.modules.values() for name, p in module.named_parameters()}
     assert {p.dtype for n, p in ours.items() if "base_layer.weight" in n} == {torch.uint8}
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, quantization_config=bits, device_map="cpu")

@@ -13,8 +13,8 @@ from harness.hf.causal import CausalModel
 from harness.hf.skeleton import ModelSource
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.training.engine.losses import CausalLoss, RouterLoss, targets
+from tests.support.layers import prepare
 from tests.support.models import model_of
-from tests.unit.hf.test_decoder import prepare
 
 SIZES = dict(num_hidden_layers=4, num_experts_per_tok=2, moe_intermediate_size=48)
 # further names: attention is routed too; every other layer is dense, or not even attention

@@ -6,22 +6,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource, build_skeleton, read_source
 from harness.hf.weights.initialization import constructed, is_unfilled, mark_unfilled
-from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
+from tests.support.layers import prepare
 
 
 def test_a_model_read_from_a_directory_has_the_buffers_of_its_constructor(tmp_path):
     config = tiny_config("falcon_h1")
     tiny_model(config).save_pretrained(tmp_path)
     source = read_source(str(tmp_path))
-    device = torch.device("cpu")
-    cut = assemble(
-        source, tensor=TensorParallel(), device=device, dtype=torch.float32, seed=0, finish=lambda layer: None
-    )
+    cut = prepare(source)
     ids = tiny_ids(tiny_model(config))
     value = ids
     for layer in build_layers(cut.layers, 0, len(cut.layers), 0).calls:
@@ -49,14 +45,7 @@ def test_what_nothing_fills_is_told():
 
 def test_a_parameter_that_only_the_constructor_fills_has_its_value():
     config = tiny_config("apertus")  # its activation has learnt scales
-    causal = assemble(
-        ModelSource(name="apertus", config=config, weights=None),
-        tensor=TensorParallel(),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        finish=lambda layer: None,
-    )
+    causal = prepare(ModelSource(name="apertus", config=config, weights=None))
     built = build_layers(causal.layers, 1, 2, 0).modules[1]
     for name, wanted in AutoModelForCausalLM.from_config(config).named_parameters():
         if name.startswith("model.layers.0.") and name.endswith(("alpha_p", "alpha_n")):

@@ -22,8 +22,8 @@ from harness.hf.skeleton import build_skeleton, read_source
 from harness.hf.weights.conversion import Checkpoint, Unconverted, default_form, open_checkpoint, untie
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
+from tests.support.layers import build, prepare
 from tests.support.models import config
-from tests.unit.hf.test_decoder import build, prepare
 
 EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 LATENT = dict(kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_group=1)

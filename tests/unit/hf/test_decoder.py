@@ -11,34 +11,15 @@ import torch
 from torch import nn
 
 from harness.errors import UserError
-from harness.hf.causal import CausalModel, assemble
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload
 from harness.hf.skeleton import ModelSource, build_skeleton
-from harness.parallel.comm import TensorParallel
-from harness.parallel.pipeline.staged_module import BuiltLayers, build_layers
+from harness.parallel.pipeline.staged_module import BuiltLayers
 from harness.verify.tiny_copy import tiny_config
+from tests.support.layers import build, prepare, run
 from tests.support.models import config, model_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gpt2", "bloom", "opt", "mpt", "olmoe", "mamba")
-
-
-def prepare(source: ModelSource, seed: int = 0, **options: Any) -> CausalModel:
-    place: dict[str, Any] = {"tensor": TensorParallel(), "device": torch.device("cpu"), "dtype": torch.float32}
-    return assemble(source, **place, seed=seed, finish=lambda layer: None, **options)
-
-
-def build(causal: CausalModel, start: int = 0, stop: int | None = None) -> BuiltLayers:
-    built = build_layers(causal.layers, start, len(causal.layers) if stop is None else stop, seed=0)
-    for module in built.modules.values():
-        module.eval()
-    return built
-
-
-def run(built: BuiltLayers, value: torch.Tensor) -> torch.Tensor:
-    for layer in built.calls:
-        value = layer(value)
-    return value
 
 
 @pytest.mark.parametrize("family", FAMILIES)

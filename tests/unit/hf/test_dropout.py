@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.dropout import RngKeys
 from harness.parallel.pipeline.staged_module import LayerSequence
+from tests.support.layers import prepare
 
 CPU = torch.device("cpu")
 DROPOUT = dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
@@ -29,7 +29,7 @@ def config(family: str = "gpt2", **changes: object) -> PretrainedConfig:
 def sequence(model: PretrainedConfig, interval: int) -> tuple[LayerSequence, RngKeys]:
     source = ModelSource(name="tiny", config=model, weights=None)
     place = TensorParallel()
-    causal = assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
+    causal = prepare(source, place)
     keys = RngKeys(seed=0, micro_batch=2, batch_rank=0, batch_ranks=1, tensor=place, device=CPU)
     return LayerSequence(causal.layers, checkpoint_interval=interval, seed=0, keys=keys).train(), keys
 
@@ -68,5 +68,4 @@ def test_a_model_that_draws_nothing_is_known() -> None:
     source = [ModelSource(name="tiny", config=config(**changes), weights=None) for changes in ({}, {"attn_pdrop": 0.1})]
     jitter = config("mixtral", num_local_experts=2, router_jitter_noise=0.1)
     source.append(ModelSource(name="tiny", config=jitter, weights=None))
-    place = dict(tensor=TensorParallel(), device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
-    assert [assemble(each, **place).outer.uses_rng for each in source] == [False, True, True]
+    assert [prepare(each).outer.uses_rng for each in source] == [False, True, True]

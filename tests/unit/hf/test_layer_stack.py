@@ -7,19 +7,15 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from harness.errors import UserError
-from harness.hf.causal import CausalModel, assemble
 from harness.hf.forward.placeholders import find_stack
 from harness.hf.skeleton import ModelSource, build_skeleton, text_decoder
 from harness.hf.unbuilt import require_cut, vocabulary_size
 from harness.parallel.comm import TensorParallel
 from harness.verify.comparison import find_difference
 from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
+from tests.support.layers import prepare
 
 CPU = torch.device("cpu")
-
-
-def cut(source: ModelSource, tensor: TensorParallel) -> CausalModel:
-    return assemble(source, tensor=tensor, device=CPU, dtype=torch.float32, seed=0, finish=lambda layer: None)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +39,14 @@ def test_the_list_of_decoder_layers_is_found(family: str, fields: dict[str, int]
 def test_one_layer_that_counts_as_two_is_cut_right() -> None:
     config = tiny_config("longcat_flash")
     config.num_layers = 1
-    assert find_difference(config, cut, TensorParallel(), CPU) is None
+    assert find_difference(config, prepare, TensorParallel(), CPU) is None
 
 
 @pytest.mark.filterwarnings("ignore:only the text decoder")
 def test_layers_that_text_skips_keep_their_weights_after_the_others() -> None:
     config = shrink(text_decoder(CONFIG_MAPPING["mllama"]()))
-    assert find_difference(config, cut, TensorParallel(), CPU) is None
-    outer = cut(ModelSource(name="it", config=config, weights=None), TensorParallel()).outer
+    assert find_difference(config, prepare, TensorParallel(), CPU) is None
+    outer = prepare(ModelSource(name="it", config=config, weights=None)).outer
     skipped = {f"model.layers.{index}" for index in config.cross_attention_layers}
     assert skipped and skipped <= outer.epilogue.keys() and skipped.isdisjoint(outer.layer_names)
 
@@ -59,7 +55,7 @@ def test_fewer_key_heads_than_the_weights_have_are_named() -> None:
     config = tiny_config("deepseek_v3")
     config.num_key_value_heads = 2
     with pytest.raises(UserError, match=r"for each of the 4 heads, .* set num_key_value_heads to 4"):
-        cut(ModelSource(name="it", config=config, weights=None), TensorParallel())
+        prepare(ModelSource(name="it", config=config, weights=None))
 
 
 def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None:
@@ -81,11 +77,11 @@ def test_a_config_without_a_depth_or_with_another_has_costs_too() -> None:
         patcher_config=part,
     )
     assert find_stack(build_skeleton(config)) == "model.global_transformer.layers"
-    model = cut(ModelSource(name="it", config=config, weights=None), TensorParallel())
+    model = prepare(ModelSource(name="it", config=config, weights=None))
     assert all(cost.flops_per_token() > 0 for cost in model.costs(32, checkpointed=False))
     deeper = tiny_config("xlstm")  # `num_blocks` counts its layers
     deeper.num_hidden_layers = 3
-    model = cut(ModelSource(name="it", config=deeper, weights=None), TensorParallel())
+    model = prepare(ModelSource(name="it", config=deeper, weights=None))
     assert len(model.costs(32, checkpointed=False)) == 6
 
 
@@ -105,4 +101,4 @@ def test_of_two_vocabularies_the_ids_lie_in_both(rows: int, wanted: int) -> None
     model = tiny_model(config)
     assert vocabulary_size(model) == wanted
     assert int(tiny_ids(model).max()) < wanted
-    assert find_difference(config, cut, TensorParallel(), CPU) is None
+    assert find_difference(config, prepare, TensorParallel(), CPU) is None

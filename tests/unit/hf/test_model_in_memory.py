@@ -12,10 +12,10 @@ from torch.nn.utils import parametrizations
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness.errors import UserError
-from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.training.prepare.trainable import model_source
+from tests.support.layers import prepare
 
 
 def tiny() -> Any:
@@ -78,18 +78,15 @@ def test_the_skeleton_is_the_model_itself_on_meta() -> None:
 def test_a_replaced_module_is_not_split() -> None:
     model = tiny()
     model.model.layers[1].mlp = nn.Linear(16, 16)
-    place = dict(device=torch.device("cpu"), dtype=torch.float32, seed=0, finish=lambda layer: None)
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp is a Linear .*autotp_size to 1"):
-        assemble(ModelSource.of_model(model), tensor=TensorParallel(rank=0, size=2), **place)  # type: ignore[arg-type]
+        prepare(ModelSource.of_model(model), TensorParallel(rank=0, size=2))
 
 
 def test_a_saved_buffer_that_no_layer_would_hold_is_refused_by_name() -> None:
     model = tiny()
     model.model.statistics = nn.BatchNorm1d(4, affine=False)
-    alone = TensorParallel.of(None)
-    place = dict(tensor=alone, device=torch.device("cpu"), dtype=torch.float32, seed=0, finish=lambda layer: None)
     with pytest.raises(UserError, match=r"model\.statistics\.running_mean is saved with the model but belongs to no"):
-        assemble(ModelSource.of_model(model), **place)  # type: ignore[arg-type]
+        prepare(ModelSource.of_model(model))
 
 
 def test_what_is_no_model_is_told() -> None:

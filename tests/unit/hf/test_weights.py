@@ -21,8 +21,8 @@ from harness.hf.weights.tensor_files import OpenFile, open_tensors
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.shard import mark, share_of
 from harness.parallel.zero import Zero3Partition
+from tests.support.layers import prepare
 from tests.support.models import config
-from tests.unit.hf.test_decoder import prepare
 
 
 @pytest.fixture

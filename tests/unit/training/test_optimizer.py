@@ -17,7 +17,7 @@ from harness.extras.lora import Adaptation
 from harness.hf.skeleton import ModelSource, build_skeleton
 from harness.training.engine.optimizer import LateAdagrad, in_buckets, learning_rate_schedule, parameter_groups
 from harness.verify.tiny_copy import tiny_config
-from tests.unit.hf.test_decoder import build, prepare
+from tests.support.layers import build, prepare
 
 # biases of experts in two dimensions, vectors that are no bias, norms of many names, layers of several kinds
 FAMILIES = ("gpt_oss", "llama", "gpt2", "olmoe", "mamba", "jamba", "bloom", "falcon_h1", "qwen3_next", "mpt", "bamba")

@@ -10,7 +10,7 @@ from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 from harness.verify.packing import require_documents_apart, require_flash_apart
 from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
-from tests.unit.hf.test_decoder import build, prepare, run
+from tests.support.layers import build, prepare, run
 
 CPU = torch.device("cpu")
 
