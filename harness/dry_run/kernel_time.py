@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from harness.parallel.values import Keyword, Operation, Positional
 from harness.planner.hardware import Hardware
-from harness.planner.layer_time import BACKWARD_RATE, matmul
+from harness.planner.layer_time import BACKWARD_RATE, IN_CACHE, matmul
 
 PRECISIONS = {
     torch.bfloat16: "bf16",
@@ -48,6 +48,8 @@ LOOKUPS = frozenset("embedding index_select gather index take_along_dim".split()
 SCATTERS = frozenset("index_put_ _index_put_impl_ index_add_ index_copy_ scatter_ scatter_add_".split())  # noqa: SIM905
 """Operations that read and write of their first argument only as much as they are given."""
 COPIES = ("copy_", "_to_copy")
+CODES_OF_BOTH = ("fp8_codes", 4)
+"""The operation that reads its input twice, for rows and for columns, and the number of tensors that it then makes."""
 ATTENTION_BACKWARD_FLOPS = 2.5  # relative to forward: it recomputes the scores (Dao 2023)
 
 
@@ -158,6 +160,8 @@ def _moved_bytes(name: str, func: Any, args: Positional, kwargs: Keyword, result
     if name in SCATTERS:
         return 3 * _bytes(args[1:])
     moved = fresh
+    if isinstance(result, list) and (name, len(result)) == CODES_OF_BOTH and _bytes(args[0]) > IN_CACHE:
+        moved += _bytes(args[0])
     for argument, value in _arguments(func, args, kwargs):
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if name.startswith("_fused_") and argument.name == "grads":  # written only if the kernel scales them

@@ -15,7 +15,7 @@ accumulated as if it had come at once. Until then autograd calls these hooks wit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeAlias
@@ -76,6 +76,16 @@ def accumulate(products: list[Product]) -> None:
         torch.autograd.backward(roots)
 
 
+def accumulate_gradients(weights: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
+    """Accumulate gradients that are computed already in the parameters that `weights` are, or are views of.
+
+    Empties the list: autograd copies a gradient to which others refer.
+    """
+    with torch.enable_grad():
+        root = apply(_Given, gradients, *weights)
+    torch.autograd.backward([root], [torch.empty_like(root)])  # whose value nobody reads
+
+
 def attach(module: nn.Module, gradients: DeferredGradients) -> None:
     """Make the linear layers in `module` defer their weight gradients whenever `gradients` defers."""
     layer: Any
@@ -127,14 +137,19 @@ def _linear(
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a weight's gradient can be deferred: the weight must be a parameter or a view of one.
+    """Return whether a weight's gradient can be deferred: the weight must be a parameter or a view of one."""
+    trained = torch.is_grad_enabled() and weight.requires_grad and is_parameter(weight)
+    # Autocast would compute the output in another dtype than the weight's, which the backward of `_Linear` cannot mix.
+    return trained and not torch.is_autocast_enabled(x.device.type)
+
+
+def is_parameter(weight: Tensor) -> bool:
+    """Return whether a weight is a parameter or a view of one, so that its gradient may come after the backward pass.
 
     A weight computed from parameters has its own graph, which autograd frees after one backward.
     """
     base = weight._base if weight._is_view() else weight  # noqa: SLF001  # no public names
-    trained = torch.is_grad_enabled() and weight.requires_grad and base is not None and base.is_leaf
-    # Autocast would compute the output in another dtype than the weight's, which the backward of `_Linear` cannot mix.
-    return trained and not torch.is_autocast_enabled(x.device.type)
+    return base is not None and base.is_leaf
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:
@@ -200,6 +215,22 @@ class _Later(torch.autograd.Function):
         x, grad = ctx.product
         del ctx.product
         return _weight_gradient(x, grad, transposed=ctx.transposed), None, None
+
+
+class _Given(torch.autograd.Function):
+    """Return a scalar whose gradients with respect to weights are the given ones."""
+
+    @staticmethod
+    def forward(ctx: Context, gradients: list[Tensor | None], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return weights[0].new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, _one: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *gradients
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor:

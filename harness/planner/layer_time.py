@@ -27,6 +27,7 @@ START_UP = 64  # starting and ending a tile costs as much as this inner dimensio
 # Fast kernels need rows that begin at multiples of 16 bytes; other sizes use slow ones (same source, on alignment;
 # CUTLASS reaches about a third without vector loads).
 ALIGNED, UNALIGNED_RATE = 8, 0.3
+IN_CACHE = 32 * 2**20  # of a matrix that is read twice; the last cache of a GPU with fp8 has at least 48 MB
 PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
 
@@ -219,19 +220,52 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     total = total.plus(linear(hardware, precision, tokens, _share(layer.output, tp), layer.hidden))
     if layer.more > 0:
         total = total.plus(linear(hardware, precision, tokens, layer.hidden, _share(layer.more // layer.hidden, tp)))
-    for width, rows, copies in _feed_forward(strategy, layer, tokens):
+    for at, (width, rows, copies) in enumerate(_feed_forward(strategy, layer, tokens)):
+        if PRODUCT_BYTES[precision] < 2 and workload.habits.rounds_once and (at or not layer.dense_ffn):
+            precision = "bf16"  # of experts
         kernels = 1 if workload.habits.grouped_experts else copies
         for _ in range(1 if workload.habits.fused_elementwise else layer.into_ffn):
             columns = width * (layer.into_ffn if workload.habits.fused_elementwise else 1)
             total = total.plus(linear(hardware, precision, rows, layer.hidden, columns, copies, kernels))
         total = total.plus(linear(hardware, precision, rows, width, layer.hidden, copies, kernels))
-    if PRODUCT_BYTES[precision] < 2:  # inputs, weights and gradients are narrowed before each product
+    if PRODUCT_BYTES[workload.precision] < 2 and workload.habits.rounds_once:
+        total = total.plus(rounding_seconds(hardware, workload, strategy, layer, tokens))
+    elif PRODUCT_BYTES[workload.precision] < 2:  # inputs, weights and gradients are narrowed before each product
         moved = _cast_bytes(workload) * tokens * (2 * layer.hidden + layer.output / tp + layer.dense_ffn / tp)
         routed = layer.hidden + layer.expert_ffn
         moved += _cast_bytes(workload) * tokens * layer.top_k * routed
         cast = moved / hardware.memory_bytes_per_second
         total = total.plus(Seconds(cast, 2 * cast))
     return total
+
+
+def rounding_seconds(
+    hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int
+) -> Seconds:
+    """Return the seconds of rounding operands to fp8 by the harness's kernels, as scripts/bench/account.py counts them.
+
+    One kernel rounds an input for its two products, or the gradients of all outputs of layers that read one input.
+    Weights are rounded once a step, by rows for the forward pass and by columns for the backward pass.
+    """
+    tp, width = strategy.tp_size, _share(layer.dense_ffn, strategy.tp_size)
+    sizes = [(inner, _share(columns, tp)) for inner, columns in layer.attention_matrices]
+    sizes += [(_share(layer.output, tp), layer.hidden), (layer.hidden, layer.into_ffn * width), (width, layer.hidden)]
+    sizes += [(layer.hidden, _share(max(layer.more, 0) // layer.hidden, tp))]
+    sizes = [(inner, columns) for inner, columns in sizes if inner and columns] or [(0, 0)]
+    weights = sum(inner * columns for inner, columns in sizes) / strategy.accumulation
+    weights *= workload.element_bytes + PRODUCT_BYTES[workload.precision]
+    start = (1 + 1 / strategy.accumulation) * len(sizes) * hardware.kernel_seconds
+    forward, backward = (
+        (weights + sum(_rounded_bytes(workload, tokens * each) for each in widths)) / hardware.memory_bytes_per_second
+        for widths in zip(*sizes, strict=True)
+    )
+    return Seconds(forward + start, backward + start)
+
+
+def _rounded_bytes(workload: Workload, elements: float) -> float:
+    """Return the bytes of rounding a matrix by rows and by columns: it is read twice, but once if a cache holds it."""
+    size = elements * workload.element_bytes
+    return elements * _cast_bytes(workload) + (size if size > IN_CACHE else 0.0)
 
 
 def _adapters(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
@@ -342,6 +376,8 @@ def _narrow_elementwise(
     norm = AS_ONE["norm"] if layer.native_norms else passes["norm"]
     into = 3 if not layer.kv_rank else len(layer.attention_matrices)  # query, key and value read one input
     repeated = (layer.into_ffn - 1 if layer.dense_ffn else 0) + into - 1
+    if PRODUCT_BYTES[workload.precision] < 2 and workload.habits.rounds_once and strategy.zero_stage < 2:
+        repeated = 0  # one product has the sum
     counted = (
         (layer.hidden / shared, layer.norms, norm),
         (layer.hidden / shared, 2, passes["residual"]),

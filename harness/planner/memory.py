@@ -61,6 +61,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     )
     frozen = frozen_bytes(workload, strategy, stage)
     host, parameters = (host + frozen, 0.0) if strategy.offloads_parameters else (host, parameters + frozen)
+    parameters += code_bytes(workload, strategy, stage)
     host += host_activations(workload, strategy, stage, index)
     activations = stage_activations(workload, strategy, stage, index)
     logits = _logits(workload, strategy) if stage.is_last else 0.0
@@ -171,6 +172,18 @@ def frozen_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> float:
         narrow = sum(count * elements for count, elements in shapes) / strategy.tp_size
     whole = (held - narrow) * workload.element_bytes + narrow * (workload.lora.weight_bytes or 0.0)
     return owned_parameters(strategy, whole, 0.0) if strategy.zero_stage == 3 else whole
+
+
+def code_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the bytes of the weights' codes in fp8, by rows and by columns, if a rank keeps them for a step."""
+    read_again = strategy.accumulation > 1 or strategy.recompute != "none"
+    if workload.precision != "fp8" or not workload.habits.rounds_once or not read_again or strategy.zero_stage == 3:
+        return 0.0
+    rounded = (
+        count * (layer.attention_parameters + (layer.into_ffn + 1) * layer.hidden * layer.dense_ffn)
+        for layer, count in stage.layers
+    )
+    return 2.0 * sum(rounded) / strategy.tp_size
 
 
 def _below(workload: Workload, strategy: Strategy, stage: Stage) -> float:

@@ -61,6 +61,8 @@ class Habits:
         tiles_norms: if feed-forward blocks are computed in tiles, so are norms.
         loss_in_place: the loss writes its gradient over the logits and makes no copy of them.
         loss_in_one_pass: on a GPU it reads them once forward, and reads and writes them once backward.
+        rounds_once: kernels of the harness round operands of fp8 products (harness/extras/fp8), those of weights once a
+            step; experts stay in 16 bits.
         sums_in_place: a gradient is added to its sum when it is computed, and not stored itself.
         fused_sums: the matrix product that computes a gradient also adds it.
         sums_wide: bf16 gradients of micro-batches are summed in float32.
@@ -86,6 +88,7 @@ class Habits:
     tiles_norms: bool = True
     loss_in_place: bool = True
     loss_in_one_pass: bool = False
+    rounds_once: bool = False
     sums_in_place: bool = False
     fused_sums: bool = False
     sums_wide: bool = True

@@ -29,7 +29,9 @@ def rows(vocabulary: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": row.tolist()} for row in ids]
 
 
-def first_step(model: str, layout: str, data: list[Any], folder: str, fp8: str = "no") -> tuple[float, float, set[str]]:
+def first_step(
+    model: str, layout: str, data: list[Any], folder: str, fp8: str = "no", schedule: str = "1f1b"
+) -> tuple[float, float, set[str]]:
     """Loss and gradient norm of the first step, and the names of the float32 tensors that are exported."""
     job = Job(model, layout)
     steps = MICRO_BATCHES // job.size("dp")
@@ -39,8 +41,9 @@ def first_step(model: str, layout: str, data: list[Any], folder: str, fp8: str =
         "train_batch_size": MICRO_BATCHES,
     }
     config = {**job.deepspeed_config(), **batch, "bf16": {"enabled": True}}
+    config["pipeline"] = {**config["pipeline"], "schedule": schedule}
     arguments = TrainingArguments(
-        deepspeed_config=config, output_dir=f"{folder}/{layout}{fp8}", max_steps=1, save_steps=0, fp8=fp8
+        deepspeed_config=config, output_dir=f"{folder}/{layout}{fp8}{schedule}", max_steps=1, save_steps=0, fp8=fp8
     )
     trainer = Trainer(model, arguments, train_dataset=data)
     record = trainer.training_step()
@@ -57,8 +60,9 @@ def first_steps(model: str, data: list[Any], folder: str) -> list[tuple[float, f
 
 def in_fp8(model: str, data: list[Any], folder: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of the first step in bf16, then with products in fp8 in several layouts."""
-    ways = [("dp2z0", "no"), *((layout, "emulate") for layout in ("dp2z0", "pp2z1", "dp2z3", "tp2z1"))]
-    return [first_step(model, layout, data, folder, fp8)[:2] for layout, fp8 in ways]
+    layouts = [("dp2z0", "1f1b"), ("pp2z1", "1f1b"), ("pp2z1", "zero-bubble"), ("dp2z3", "1f1b"), ("tp2z1", "1f1b")]
+    wide = first_step(model, "dp2z0", data, folder)[:2]
+    return [wide, *(first_step(model, layout, data, folder, "emulate", schedule)[:2] for layout, schedule in layouts)]
 
 
 def reference(model_dir: str, data: list[Any]) -> tuple[float, float, set[str]]:

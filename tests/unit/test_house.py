@@ -74,6 +74,7 @@ SEEDERS = {
 CHANGED_BY_A_PROCESS = {
     "harness.checkpoint.run_lock.HELD": "a forked child must find the locks to let go of",
     "harness.checkpoint.run_lock.MARK": "a forked child is another process, and needs another name",
+    "harness.extras.fp8.product._LATEST": "layers of transformers do not know of each other, nor of a run",
     "harness.hf.counts._COUNTED": "a cache by a config, which cannot be hashed",
     "harness.parallel.collectives._OPEN": "DeepSpeed calls collectives with groups of its own of the same ranks",
     "harness.parallel.compiling._EAGER": "the functions that a decorator has marked",

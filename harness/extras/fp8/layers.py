@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,11 +41,19 @@ def fp8_layers(
         )
     multiply = emulated if how == "emulate" else kernel or kernel_of(device)
     experts, _ = experts_of(config.get_text_config(decoder=True).to_dict())
+    resolved = spec.resolved
+    read_again = resolved.accumulation > 1 or resolved.activation_checkpoint_interval > 0
+    product = partial(
+        Fp8Product,
+        multiply=multiply,
+        keeps_weights=read_again and resolved.zero_stage < 3,  # ZeRO-3 keeps no whole weights
+        joins=spec.is_pipeline,
+    )
 
     def finish(layer: nn.Module) -> None:
         if isinstance(layer, DecoderLayer):  # not the head, nor what embeds tokens
             for name, linear in _linear_layers(layer, experts):
-                replace_product(linear, _product(name, linear, multiply))
+                replace_product(linear, _product(name, linear, product))
 
     return finish
 
@@ -85,13 +94,13 @@ def _widths(linear: nn.Module) -> tuple[int, int]:
     return inputs, outputs
 
 
-def _product(name: str, linear: nn.Module, multiply: Multiply) -> Fp8Product:
+def _product(name: str, linear: nn.Module, product: Callable[..., Fp8Product]) -> Fp8Product:
     """Return the product of a layer. Raises UserError if the kernels cannot compute a rank's part of it."""
     if not isinstance(linear, CUT):
-        return Fp8Product(multiply=multiply)
+        return product()
     if any(width % FP8_MULTIPLE for width in linear.weight.shape):
         raise UserError(
             f"--fp8: {name} has a part of {' x '.join(map(str, linear.weight.shape))} on each rank, but fp8 products "
             f"need multiples of {FP8_MULTIPLE}: set a smaller tensor_parallel.autotp_size"
         )
-    return Fp8Product(multiply=multiply, group=linear.group, cut_inputs=isinstance(linear, RowParallelLinear))
+    return product(group=linear.group, cut_inputs=isinstance(linear, RowParallelLinear))

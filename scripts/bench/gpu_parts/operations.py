@@ -20,12 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from harness.extras.fp8.operations import round_rows, round_rows_and_columns
+from harness.extras.fp8.product import on_device
 from harness.extras.fusing.fused import fuse
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 CACHE_BYTES = 1 << 28
 """Written before each measurement: more than any device's cache."""
-LARGEST_FP8 = 448.0  # of float8_e4m3fn
 HEADS = {"head 64": (32, 8, 64), "head 128": (32, 8, 128)}
 """Heads of queries, heads of keys, and their width."""
 BACKENDS = {
@@ -123,19 +124,11 @@ def products(watch: Watch, work: Any) -> dict[str, Any]:
         row = watch.both_ways(functional.linear, x, weight)
         row["teraflop"] = 2 * tokens * inner * outer / 1e12
         if watch.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
-            a, of_a = by_rows(x)
-            b, of_b = by_rows(weight)
-            product = partial(torch._scaled_mm, a, b.t(), of_a, of_b.t(), out_dtype=torch.bfloat16)  # noqa: SLF001
-            row["fp8 product"] = watch.microseconds(partial(product, use_fast_accum=True))
-            row["fp8 rounding of inputs"] = watch.microseconds(partial(torch.compile(by_rows), x))
+            a, b = round_rows([x]), round_rows([weight])
+            row["fp8 product"] = watch.microseconds(partial(on_device, a, b, torch.bfloat16))
+            row["fp8 rounding by rows and columns"] = watch.microseconds(partial(round_rows_and_columns, [x]))
         found[name] = row
     return found
-
-
-def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix in fp8, and the factor of each row [rows, 1] in float32."""
-    scale = x.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / LARGEST_FP8
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
 def attention(watch: Watch, work: Any) -> dict[str, Any]:

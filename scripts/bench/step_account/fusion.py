@@ -14,7 +14,7 @@ from typing import Literal
 
 from harness.planner.hardware import Hardware
 
-from .operations import ATTENTION, ELEMENTWISE, LOSS, NORMS, PRODUCTS, ROTARY, Operand, Recorded
+from .operations import ATTENTION, ELEMENTWISE, LOSS, NORMS, PRODUCTS, ROTARY, ROUNDING, Operand, Recorded
 
 Fusion = Literal["compile", "kernels"]
 
@@ -79,7 +79,7 @@ def _of_layers(recorded: Sequence[Recorded]) -> list[_Region | None]:
     found = _of_losses(recorded)
     run = 0
     for at, each in enumerate(recorded):
-        if each.part in (PRODUCTS, ATTENTION) or each.collective or not each.layer:
+        if each.part in (PRODUCTS, ROUNDING, ATTENTION) or each.collective or not each.layer:
             run += 1
         elif found[at] is None:
             found[at] = _Region(each.layer, each.backward, run)

@@ -32,10 +32,11 @@ from harness.planner.traffic import collective
 
 PRODUCTS, ATTENTION, NORMS, ROTARY = "matrix products", "attention", "norms", "rotary"
 ELEMENTWISE, RESIDUALS, LOSS = "elementwise", "residuals and copies", "loss"
+ROUNDING = "rounding to fp8"
 SUMS, ZEROING, REDUCTION, NORM = "sums of gradients", "zeroing", "reduction", "norm of gradients"
 CLIP, OPTIMIZER, WEIGHTS = "clip", "optimizer", "copy of weights"
 PARTS = (
-    *(PRODUCTS, ATTENTION, NORMS, ELEMENTWISE, ROTARY, LOSS, RESIDUALS),
+    *(PRODUCTS, ROUNDING, ATTENTION, NORMS, ELEMENTWISE, ROTARY, LOSS, RESIDUALS),
     *(SUMS, ZEROING, REDUCTION, NORM, CLIP, OPTIMIZER, WEIGHTS),
 )
 
@@ -337,6 +338,8 @@ def _part_of(name: str, part: str | None) -> str:
     """Return the part of an operation, from its name and from the part of the place where it runs."""
     if name in NAMED_PRODUCTS:
         return PRODUCTS
+    if name in ("fp8_codes", "fp8_largest"):
+        return ROUNDING
     if "scaled_dot_product" in name or "flash_attention" in name or "flex_attention" in name:
         return ATTENTION
     if part is None and name in ("zero_", "_foreach_zero_"):

@@ -22,7 +22,7 @@ from harness.command_line import parse
 from harness.dry_run.command import dry_run_plan
 from harness.extras.fusing.fused import Rotation
 from harness.planner.hardware import load_hardware
-from harness.planner.layer_time import AS_ONE, HOST_ZERO_3, NARROW
+from harness.planner.layer_time import AS_ONE, HOST_ZERO_3, NARROW, rounding_seconds
 from harness.planner.model_config import decoder_of
 from harness.planner.update_traffic import update_traffic
 from harness.planner.workload import Strategy, Workload
@@ -38,6 +38,11 @@ LLAMA: dict[str, Any] = {
     **dict(num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY),
     **dict(max_position_embeddings=TOKENS, tie_word_embeddings=False),
 }
+MEASURED = {  # scripts/bench/results/gpu.json
+    **LLAMA,
+    **dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
+    **dict(num_key_value_heads=8, vocab_size=32768, max_position_embeddings=4096),
+}
 EXPERTS = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 
 WORK = Workload(shape=decoder_of(LLAMA, "tiny"), sequence=TOKENS)
@@ -51,14 +56,15 @@ def of(
     ranks: int = 1,
     rank: int = 0,
     fusion: Fusion | None = None,
+    tokens: int = TOKENS,
 ) -> Account:
-    """Return the account of a step of two micro-batches in bf16 on an H100."""
+    """Return the account of a step in bf16 on an H100, of two micro-batches by default."""
     whole = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
     (tmp_path / "ds.json").write_text(json.dumps({**whole, "gradient_clipping": 1.0, **sections}))
     words = ["--deepspeed_config", f"{tmp_path}/ds.json", "--model_name_or_path", f"{tmp_path}/model", *flags]
-    words += ["--block_size", str(TOKENS), "--output_dir", f"{tmp_path}/out", "--max_steps", "10"]
+    words += ["--block_size", str(tokens), "--output_dir", f"{tmp_path}/out", "--max_steps", "10"]
     kinds = [ScriptArguments, TrainingArguments, LoraArguments]
     script, args, lora = parse(kinds, words, prog="account", description="", epilog="")
     env = LaunchEnv(rank=rank, world_size=ranks)
@@ -132,6 +138,28 @@ def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each
         assert (
             sum(step[part].kernels for part in beside_products) <= of_layer * LAYERS * 2 * 2
         )  # micro-batches, directions
+
+
+def test_fp8_takes_a_step_of_the_measured_llama_below_230_ms_and_the_planner_counts_its_rounding(
+    tmp_path: Path,
+) -> None:
+    sections, batches, tokens = {**zero(1), "gradient_accumulation_steps": 4}, 4, 4096
+
+    def with_layers(count: int) -> Account:
+        model = {**MEASURED, "num_hidden_layers": count}
+        return of(tmp_path, sections, "--fp8", "rowwise", model=model, fusion="kernels", tokens=tokens)
+
+    one, two = with_layers(1), with_layers(2)  # all layers are alike; sixteen take a minute to trace
+    each = two.total.seconds - one.total.seconds
+    assert one.total.seconds + (MEASURED["num_hidden_layers"] - 1) * each < 0.230
+    # of each micro-batch: four inputs, and gradients of four sets of outputs; once a step: seven weights by rows, and
+    # four sets of weights by columns
+    assert one.parts[parts.ROUNDING].kernels == batches * (4 + 4) + 7 + 4
+    work = Workload(shape=decoder_of(MEASURED, "measured"), sequence=tokens, precision="fp8", kernels="fused")
+    strategy = Strategy(accumulation=batches, zero_stage=1)
+    predicted = rounding_seconds(load_hardware("h100"), work, strategy, work.shape.layers[0], tokens)
+    counted = one.parts[parts.ROUNDING].seconds / batches
+    assert predicted.forward + predicted.backward == pytest.approx(counted, rel=0.02)
 
 
 def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from harness.arguments import TrainingArguments
@@ -16,9 +18,12 @@ from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.cli import main
 from harness.errors import UserError
+from harness.extras.fp8 import e4m3
 from harness.extras.fp8 import product as of_product
+from harness.extras.fp8.e4m3 import E4M3
 from harness.extras.fp8.layers import fp8_layers
-from harness.extras.fp8.product import E4M3, Fp8Product, emulated, on_device
+from harness.extras.fp8.operations import round_rows
+from harness.extras.fp8.product import Fp8Product, emulated, on_device
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
@@ -70,21 +75,91 @@ def test_the_error_of_a_product_is_that_of_three_bits_of_mantissa() -> None:
 
 
 def test_emulation_gives_the_numbers_of_torchs_kernel() -> None:
-    a, of_a = of_product._quantised(random(32, 64), random(32, 64).abs().amax(1, keepdim=True))
-    b, of_b = of_product._quantised(random(48, 64, seed=1), random(48, 64, seed=1).abs().amax(1, keepdim=True))
+    a, b = round_rows([random(32, 64)]), round_rows([random(48, 64, seed=1)])
     try:
-        wanted = on_device(a, b, of_a, of_b, torch.bfloat16)
+        wanted = on_device(a, b, torch.bfloat16)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         pytest.skip(f"this torch has no such product on a CPU: {str(error).splitlines()[0]}")
-    torch.testing.assert_close(emulated(a, b, of_a, of_b, torch.bfloat16), wanted, rtol=1e-2, atol=0)
+    torch.testing.assert_close(emulated(a, b, torch.bfloat16), wanted, rtol=1e-2, atol=0)
+
+
+def test_rows_of_zeros_have_a_scale_and_rows_that_are_not_finite_have_none() -> None:
+    x = random(4, 16)
+    x[1], x[2, 3], x[3, 5] = 0.0, float("inf"), float("nan")
+    codes, factors = round_rows([x])
+    assert factors[:2].isfinite().all() and factors[2:].isnan().all()
+    assert codes.float()[1].abs().max() == 0 and codes.float()[0].abs().max() > 224
+
+
+class Counted(TorchDispatchMode):
+    """Counts the matrices that are rounded by rows, and by rows and columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[int, bool]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.harness.fp8_codes.default:
+            self.found[len(args[0]), (*args, *(kwargs or {}).values())[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def three_layers(joins: bool, keeps: bool = False, step: int = 0) -> tuple[list[Tensor], Counter[tuple[int, bool]]]:
+    """Outputs and gradients of layers that read one input, by two micro-batches, and what was rounded."""
+    weights = [random(width, 32, seed=width).requires_grad_() for width in (16, 48, 32, 64)]
+    products = [Fp8Product(multiply=emulated, joins=joins, keeps_weights=keeps) for _ in weights]
+    found: list[Tensor] = []
+    with Counted() as counted:
+        for seed in (5, 6):
+            leaf = random(12, 32, seed=seed).requires_grad_()
+            x = leaf * 1
+            outputs = [own(nn.Identity(), x, weight, None) for own, weight in zip(products, weights, strict=True)]
+            torch.autograd.backward(outputs, [random(*y.shape, seed=seed) for y in outputs])
+            assert leaf.grad is not None
+            found += [*(y.detach() for y in outputs), leaf.grad]
+    return found + [weight.grad for weight in weights if weight.grad is not None], counted.found
+
+
+def test_layers_with_one_input_compute_backward_together() -> None:
+    apart, of_apart = three_layers(joins=False)
+    joined, of_joined = three_layers(joins=True)
+    for ours, theirs in zip(joined, apart, strict=True):  # one scale for the gradients of several outputs
+        assert (ours - theirs).norm() < 0.05 * theirs.norm()
+    for place in (*range(4), *range(5, 9), *range(10, 14)):  # outputs, and gradients of weights
+        torch.testing.assert_close(joined[place], apart[place], rtol=1e-6, atol=1e-6)
+    # of two micro-batches: their inputs, four gradients; four weights by rows, and by columns
+    assert of_apart == {(1, True): 2 * (1 + 4), (1, False): 2 * (4 + 4)}
+    # three gradients at once, and the fourth; so are weights by columns
+    assert of_joined == {(1, True): 2 * 2, (3, True): 2, (1, False): 2 * (4 + 1), (3, False): 2}
+
+
+def test_weights_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_product.ACTIVITY, "steps", 1)
+    wanted, _ = three_layers(joins=True)
+    found, counted = three_layers(joins=True, keeps=True)
+    assert all(map(torch.equal, found, wanted))
+    assert counted == {(1, True): 2 * 2, (3, True): 2, (1, False): 4 + 1, (3, False): 1}
+
+
+def test_a_new_step_and_another_value_have_new_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_product.ACTIVITY, "steps", 1)
+    own, weight, x = Fp8Product(multiply=emulated, keeps_weights=True), random(16, 32), random(4, 32, seed=1)
+    first = own(nn.Identity(), x, weight, None)
+    weight.data.mul_(2)  # unseen, as `data` has a version of its own
+    monkeypatch.setattr(of_product.ACTIVITY, "steps", 2)
+    torch.testing.assert_close(own(nn.Identity(), x, weight, None), 2 * first)
+    weight.mul_(2)
+    torch.testing.assert_close(own(nn.Identity(), x, weight, None), 4 * first)
+    weight.data.mul_(2)
+    torch.testing.assert_close(own(nn.Identity().eval(), x, weight, None), 8 * first)
 
 
 def test_ranks_that_share_a_sum_have_the_codes_of_the_whole_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(8, 64), random(16, 64, seed=1)
     x[:, :32] *= 100  # the halves of a row differ in size
-    largest = [x.abs().amax(1, keepdim=True), weight.abs().amax(1, keepdim=True)]
+    largest = {len(each): e4m3.largest_of([each]) for each in (x, weight)}
     monkeypatch.setattr(of_product, "group_size", lambda group: 2)
-    monkeypatch.setattr(of_product, "_largest_of_group", lambda values, group: largest)
+    monkeypatch.setattr(of_product, "all_reduce_max", lambda own, group: largest[len(own)])
     shared: Any = Fp8Product(multiply=emulated, group=SimpleNamespace(), cut_inputs=True)
     halves = [shared(nn.Identity(), x[:, part], weight[:, part], None) for part in (slice(32), slice(32, 64))]
     torch.testing.assert_close(sum(halves), OWN(nn.Identity(), x, weight, None), rtol=1e-5, atol=1e-2)
@@ -94,7 +169,10 @@ def spec(**changes: Any) -> Any:
     found = {"fp8": "emulate", "precision": "bf16", **changes}
     return SimpleNamespace(
         args=SimpleNamespace(fp8=found["fp8"]),
-        resolved=SimpleNamespace(precision=found["precision"]),
+        resolved=SimpleNamespace(
+            precision=found["precision"], accumulation=2, activation_checkpoint_interval=0, zero_stage=1
+        ),
+        is_pipeline=True,
     )
 
 

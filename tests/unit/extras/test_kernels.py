@@ -15,6 +15,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 from harness.device import kernels as of_loss
+from harness.extras.fp8 import e4m3
+from harness.extras.fp8 import kernels as of_fp8
 from harness.extras.fusing import kernels
 from harness.extras.fusing.fused import ROTATION, fuse, reads_globals
 from harness.extras.fusing.gates import ACTIVATIONS
@@ -38,7 +40,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_they_are_tried_with_gradients_by_whoever_asks_first(mode: type[torch.no_grad]) -> None:
-    for each in (kernels, of_loss):
+    for each in (kernels, of_loss, of_fp8):
         each.usable.cache_clear()
         with mode():
             assert each.usable(DEVICE)
@@ -193,3 +195,33 @@ def test_a_gate_is_found_by_what_its_code_computes() -> None:
     lines = [entry.lineno for entry in raised.traceback]
     assert any(str(entry.path) == __file__ for entry in raised.traceback[1:]), lines
     assert all(a != b for a, b in pairwise(lines))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("widths", [[48], [16, 1040], [32, 16, 64]], ids=str)
+@pytest.mark.parametrize("form", ["rows", "transposed", "parts of rows", "given"])
+def test_codes_in_fp8_are_those_of_torch_to_the_bit(form: str, widths: list[int], columns: bool) -> None:
+    whole = drawn(37, 2 * sum(widths), dtype=torch.bfloat16) * torch.logspace(-30, 25, 37, device=DEVICE)[:, None]
+    whole[5], whole[:, 3], whole[7, 11] = 0.0, 0.0, 1.75 * 2.0**60  # the largest that a power of two takes to 448
+    matrices = list(whole.bfloat16()[:, : sum(widths)].split(widths, dim=1))
+    if form == "rows":
+        matrices = [matrix.contiguous() for matrix in matrices]
+    if form == "transposed":
+        matrices = [matrix.t().contiguous().t() for matrix in matrices]
+    largest = 3 * e4m3.largest_of(matrices) if form == "given" else None
+    found = e4m3.empty(matrices, columns)
+    of_fp8.write_codes(matrices, largest, found)
+    for ours, theirs in zip(found, e4m3.rounded(matrices, largest, columns), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    out = torch.empty_like(found[1])
+    of_fp8.write_largest(matrices, out)
+    assert torch.equal(out, e4m3.largest_of(matrices))
+
+
+def test_rows_that_are_not_finite_have_no_scale_in_fp8() -> None:
+    x = torch.ones(4, 16, device=DEVICE, dtype=torch.bfloat16)
+    x[1, 3], x[2, 5] = float("inf"), float("nan")
+    found = e4m3.empty([x], columns=True)
+    of_fp8.write_codes([x], None, found)
+    assert found[1].isnan().flatten().tolist() == [False, True, True, False]
+    assert found[3].isnan().flatten().nonzero().flatten().tolist() == [3, 5]
