@@ -21,6 +21,7 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.arguments.words import resume_command
 from harness.command_line import parse
 from harness.console import Console, plain_console
 from harness.errors import UserError
@@ -154,8 +155,9 @@ def run(
         trainer.train()
     except signals.Stopped:
         if not args.save_only_model:
-            command = signals.resume_command()
-            console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
+            typed = signals.typed_command()
+            again = "the same command and --resume_from_checkpoint auto" if typed is None else resume_command(typed)
+            console.say(f"go on with: {again}")
         _shut_down(trainer)
         raise
     directory = trainer.save_model()

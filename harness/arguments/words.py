@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 RESUME = "--resume_from_checkpoint"
 
@@ -32,3 +35,15 @@ def without(words: Sequence[str], flags: set[str]) -> list[str]:
 def with_resume(words: Sequence[str]) -> list[str]:
     """Return a command with `--resume_from_checkpoint auto`, replacing any other value."""
     return [*without(words, {RESUME}), RESUME, "auto"]
+
+
+def resume_command(words: Sequence[str]) -> str:
+    """Return the command that resumes a run from its newest checkpoint, as the user would type it."""
+    return shlex.join(with_resume(_as_typed(words)))
+
+
+def _as_typed(words: Sequence[str]) -> list[str]:
+    """Shorten `/bin/python /bin/NAME ...` to `NAME ...` if the shell finds that script by its name."""
+    if len(words) > 1 and (name := Path(words[1]).name) and shutil.which(name) == words[1]:
+        return [name, *words[2:]]
+    return list(words)

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 from harness.checkpoint.directories import read_manifest, read_progress, set_aside
-from harness.checkpoint.integrity import changed_file, damage, listed_files, unlisted
+from harness.checkpoint.integrity import changed_file, damage, unlisted
+from harness.checkpoint.listed import listed_files
 from harness.config.values.json_file import read_json
 from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError, reason

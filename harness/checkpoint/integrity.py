@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import re
 import stat
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -125,21 +124,6 @@ def require_listed_weights(directory: Path) -> None:
 def is_checkpoint(directory: Path) -> bool:
     """Return whether a directory is a checkpoint of a run, complete or not."""
     return (directory / MANIFEST).is_file() and (directory / STATE).is_file()
-
-
-@contextmanager
-def listed_files(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder of links to exactly the files that a checkpoint's manifest lists.
-
-    transformers selects files by name, so it could read a file that was added to the checkpoint.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name, directory.absolute().name)
-        folder.mkdir()
-        for file in read_manifest(directory).files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).symlink_to((directory / file).resolve())
-        yield folder
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:

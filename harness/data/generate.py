@@ -11,7 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.checkpoint.integrity import is_checkpoint, listed_files, require_listed_weights
+from harness.checkpoint.integrity import is_checkpoint, require_listed_weights
+from harness.checkpoint.listed import listed_files
 from harness.data.stops import listed, stop_tokens, with_stop_tokens
 from harness.data.templates import Template
 from harness.data.tokenizer import MARK, require_vocabulary

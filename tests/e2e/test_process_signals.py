@@ -192,8 +192,9 @@ def chain(tmp_path: Path) -> Iterator[list[str]]:
 
 def test_the_deepspeed_command_is_found_two_processes_above(chain: list[str]) -> None:
     show = (
+        "from harness.arguments.words import resume_command; "
         "from harness.resilience.process.launcher import Launcher; l = Launcher.find(); "
-        "print(len(l.links), l.is_deepspeed, l.runner > 1, l.is_gone(), l.resume_command())"
+        "print(len(l.links), l.is_deepspeed, l.runner > 1, l.is_gone(), resume_command(l.command))"
     )
     told = subprocess.check_output([sys.executable, *chain, show, "--resume_from_checkpoint=x"], cwd=ROOT, text=True)
     assert told.startswith("2 True True False ")

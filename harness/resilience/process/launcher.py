@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.arguments.words import with_resume
 from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # names of the command that the user starts
@@ -70,19 +67,8 @@ class Launcher:
         if any(parent == self.runner == parent_of(process) for process, parent in self.links):
             os.kill(self.runner, signal.SIGTERM)
 
-    def resume_command(self) -> str | None:
-        """Return the command that resumes the run from its newest checkpoint; None if unknown."""
-        return None if self.command is None else shlex.join(with_resume(_as_typed(self.command)))
-
 
 def _is_wrapper(words: Sequence[str]) -> bool:
     """Return whether a command line is that of `ds-harness launch` or `train`."""
     pairs = zip((Path(word).name for word in words[:3]), words[1:4], strict=False)
     return any(pair in WRAPPERS for pair in pairs)
-
-
-def _as_typed(words: Sequence[str]) -> list[str]:
-    """Shorten `/bin/python /bin/NAME ...` to `NAME ...` if the shell finds that script by its name."""
-    if len(words) > 1 and (name := Path(words[1]).name) and shutil.which(name) == words[1]:
-        return [name, *words[2:]]
-    return list(words)

@@ -198,10 +198,10 @@ def say_nothing() -> None:
         listener.where = None
 
 
-def resume_command() -> str | None:
-    """Return the command that resumes the run; None if it is unknown."""
+def typed_command() -> tuple[str, ...] | None:
+    """Return the command that the user typed to start the run; None if it is unknown."""
     listener = _active()
-    return None if listener is None else listener.launcher.resume_command()
+    return None if listener is None else listener.launcher.command
 
 
 def _active() -> SignalListener | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.arguments.words import value_of, with_resume, without
+from harness.arguments.words import resume_command, value_of, with_resume, without
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,7 @@ def test_a_command_that_resumes() -> None:
     words = ["deepspeed", "train.py", "--resume_from_checkpoint", "old", "--seed", "1"]
     assert with_resume(words) == ["deepspeed", "train.py", "--seed", "1", "--resume_from_checkpoint", "auto"]
     assert with_resume(with_resume(words)) == with_resume(words)
+
+
+def test_the_command_that_goes_on_is_what_the_user_typed() -> None:
+    assert resume_command(["/usr/bin/python3", "a b.py"]) == "/usr/bin/python3 'a b.py' --resume_from_checkpoint auto"
