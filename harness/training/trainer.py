@@ -261,7 +261,8 @@ class Trainer:
         if run.spec.args.rebalance_steps:
             rebalancer = needed(self.parts.rebalancer, "--rebalance_steps", "harness.extras")(run)
         is_ours = getattr(self.training_step, "__func__", None) is Trainer.training_step
-        step = self._training_step if is_ours else self.training_step  # another one may look at weights after it
+        # A user's override may read the weights after calling `training_step`, which waits until all have arrived.
+        step = self._training_step if is_ours else self.training_step
         deferred = signals.at_the_end_of_a_step(run.console.say, run.spec.inputs.env.parent)
         with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
             guarded: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -347,6 +348,7 @@ class Trainer:
             # Before the step is counted: `stop` and `rollback` raise, and then it must not have happened.
             self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
+        # The loss is the same on all ranks, so all of them or none go into this collective.
         if outcome.loss == 0.0:
             self._warn_without_labels(micro_batches)
         state.consumed_samples = stream.consumed
@@ -421,6 +423,7 @@ class Trainer:
         control = self.control
         # Evaluate before saving: a best evaluation asks for a checkpoint of this step.
         self.run.evaluation_due = evaluate or control.should_evaluate
+        # After a signal only the checkpoint is written, which says that the resumed run must evaluate first.
         if self.run.evaluation_due and not stop:
             control.should_evaluate = False
             with self.checkpoints.saving_before_an_error():
@@ -439,7 +442,8 @@ class Trainer:
 
     def _settle(self) -> None:
         """Complete the pending save before the run rolls back to it; all ranks call it."""
-        self._next_event = 0  # the run goes back to an earlier step
+        # The run goes back to an earlier step, whose events come before the next one.
+        self._next_event = 0
         self.checkpoints.finish()
         self._agree_on_control()
 
@@ -470,7 +474,8 @@ class Trainer:
         control.should_save = bool(saves)
         control.should_evaluate = bool(evaluates)
         control.should_log = bool(logs)
-        if not waits and checkpoints.advance():  # on_save was called, and may have set `control`
+        # `advance` may have called on_save, in which a callback may have set `control` on some ranks.
+        if not waits and checkpoints.advance():
             return self._agree_on_control()
         return stop and signals.of_precedence(stop)
 

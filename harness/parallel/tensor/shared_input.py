@@ -72,10 +72,8 @@ def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[
     key = (id(x), x._version, group)  # noqa: SLF001  # no public name
     if _LATEST.key != key or not _LATEST.shared.tensors:
         shared = SharedInput()
-        shared.tensors += [
-            x,
-            apply(_CopyOnce, x, group, shared),
-        ]  # keeps the input alive, so that no other reuses its id
+        # The input too, to keep it alive: a new tensor could otherwise get its id, and with it the wrong copy.
+        shared.tensors += [x, apply(_CopyOnce, x, group, shared)]
         _LATEST.key = key
         _LATEST.shared = shared
     return _LATEST.shared.tensors[1], _LATEST.shared.products

@@ -164,7 +164,8 @@ class Engine(ABC):
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         scheduler = self.deepspeed.lr_scheduler
-        if isinstance(scheduler, GivenSchedule):  # this rank may hold nothing of the user's first group
+        # This rank may hold nothing of the user's first group, whose rate is reported on all ranks.
+        if isinstance(scheduler, GivenSchedule):
             return scheduler.first_learning_rate
         return float(self.deepspeed.get_lr()[0])
 
@@ -278,7 +279,8 @@ class Engine(ABC):
         with torch.no_grad(), self._attending(micro_batches):
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
         of_parts = self._totals_of_parts()
-        if self.groups.pp_group is not None:  # only the stage with the loss has counted labels
+        # Only the stage with the loss has counted labels: on the others the count is 0, and with it the loss.
+        if self.groups.pp_group is not None:
             source = dist.get_process_group_ranks(self.groups.pp_group)[self.groups.loss_stage]
             dist.broadcast(counted, src=source, group=self.groups.pp_group)
             if len(of_parts):
@@ -350,8 +352,9 @@ class Engine(ABC):
     def release(self) -> None:
         """Free the engine's memory, but keep its process groups. A rank may call it alone."""
         self.deepspeed.destroy()
+        # Hooks in C++ refer to the engine, in a cycle that Python's gc cannot see: without this, its memory stays.
         for held in (*self.deepspeed.module.parameters(), self.deepspeed):
-            vars(held).clear()  # hooks in C++ refer to the engine: gc cannot see this cycle
+            vars(held).clear()
         gc.collect()
 
     @abstractmethod

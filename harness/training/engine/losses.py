@@ -210,7 +210,8 @@ class CausalLoss(Loss):
     def _sum(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
         """Return the summed loss of this rank's tokens, or of one tile of them."""
         _weight, _rows, _router_weight, sources, labels = targets
-        wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # shift the labels: slicing logits would copy
+        # Shift the labels, not the logits: a slice of the logits would be copied, and they are the largest tensor.
+        wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         # After the shift: the last token of a shard predicts the first token of the next one.
         if self.context.size > 1:
             wanted = self.context.own(wanted)
