@@ -82,7 +82,8 @@ def open_no_link(path: str | Path, flags: int) -> int:
 
 def exchange(one: Path, other: Path) -> bool:
     """Swap the names of two files or folders atomically; return False if the file system cannot (NFS)."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Python has no wrapper; not every C library has it
+    # Python has no wrapper for it, and not every C library has it either.
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return (
         rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
     )

@@ -259,7 +259,8 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
     remove([replaced])  # left by a run killed while deleting it
     if not os.path.lexists(final):  # `exists` would miss a broken link of that name
         partial.rename(final)
-    elif not exchange(partial, final):  # without an atomic exchange, no folder has the final name for a moment
+    # Without an atomic exchange (NFS), no folder has the final name for a moment, in which a killed run loses it.
+    elif not exchange(partial, final):
         try:
             final.rename(replaced)
         except OSError as error:

@@ -162,7 +162,8 @@ class EngineState:
                 _require_taken(progress.optimizer_states, kinds)
                 for name in progress.optimizer_states:
                     fill(name, _of_state(optimizer, held, kinds.get(name)))
-            else:  # the checkpoint is from before the first step: drop the states that the engine may have
+            else:
+                # The checkpoint is from before the first step: the engine's own states, of later steps, must not act.
                 for each, _ in _updated(held):
                     torch_optimizer(optimizer).state.pop(each.tensor, None)
             # The model computes with parameters of its own dtype, not with the float32 values that were loaded.

@@ -303,7 +303,8 @@ class ScheduledEngine(PipelineEngine):
             self.optimizer.clear_backward_seen_flag()
         loss_fn.expect(labels)  # with tiling the last layer computes the loss of each tile
         with autocast_if_enabled(self):  # the config's `torch_autocast`
-            outputs = self.module(inputs)  # DeepSpeed's hooks around it cast inputs to fp16, and time and profile it
+            # Called, not its `forward`: DeepSpeed's hooks on it cast inputs to fp16, and time and profile it.
+            outputs = self.module(inputs)
         # Once the gradient of the outputs is there, the optimizer prepares for that of the parameters. DeepSpeed would
         # also divide it by the number of micro-batches, but the loss is divided already.
         register_output_backward_hooks(outputs, self._backward_prologue)

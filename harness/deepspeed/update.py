@@ -273,9 +273,11 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
                     self.optimizer.step()
                 else:
                     self.optimizer.update(self.weights.order)  # an optimizer.step() for each parameter group
-        if not self.overlaps:  # otherwise the next forward pass waits for the other ranks' weights, layer by layer
+        # With overlap the next forward pass waits for the other ranks' weights, layer by layer.
+        if not self.overlaps:
             self.await_weights()
-        if self.weights is None:  # otherwise the next step's first gradients overwrite the sums: `forget_sums`
+        # With flat sums nothing is zeroed: the next step's first gradients overwrite them, see `forget_sums`.
+        if self.weights is None:
             self.zero_grad()
         self._count_step(applied, lr_kwargs)
 

@@ -26,8 +26,9 @@ BLOCK = 1024
 """Columns of a row that one program computes."""
 
 
+# The trial needs gradients, also if an evaluation or a backward pass, which record none, asks first.
 @cache
-@torch.inference_mode(mode=False)  # which also records gradients, if an evaluation or a backward pass asks first
+@torch.inference_mode(mode=False)
 def usable(device: torch.device) -> bool:
     """Return whether the kernels run on `device` and match torch's results there; the first call tries them."""
     return runs(device, _try)

@@ -233,7 +233,8 @@ class OuterForward(PlaceholderForward):
                 raise ReachedLayer(hidden, inputs)
             return hidden
 
-        with separate_rng(0, self.device):  # a recomputed layer finds these inputs cached: no draw here may count
+        # A recomputed layer finds these inputs cached, so a draw here would shift the numbers of its first run only.
+        with separate_rng(0, self.device):
             self.run_to_layer(tokens, ForwardRun(keep, dtype))
         return made
 

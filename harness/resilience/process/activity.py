@@ -143,7 +143,8 @@ def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
     except BaseException as error:
         if outer is not Phase.OUTSIDE:
             ACTIVITY.phase = outer
-        elif not isinstance(error, SystemExit) or error.code:  # exit code 0: the others see a rank that is gone
+        # After a SystemExit with code 0 there is no error to report: the others see that the rank has left.
+        elif not isinstance(error, SystemExit) or error.code:
             leave(error)
         raise
     ACTIVITY.phase = outer

@@ -38,7 +38,8 @@ class Launcher:
             process = upper
         if parent:
             command = command_of(os.getppid()) if parent == "torchrun" else ()
-            if parent == WRAPPER:  # the outermost: a launch that starts one on each host is the parent of these
+            # The outermost one, which the user typed: it may have started one of these on each host.
+            if parent == WRAPPER:
                 launches = [words for _, words in above() if _is_wrapper(words)]
                 command = launches[-1] if launches and STARTED not in launches[-1] else ()
             return cls(links=((os.getpid(), os.getppid()),), command=command or None)

@@ -375,7 +375,8 @@ def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
             scheduler.last_epoch = steps - 1
             scheduler._step_count = steps  # noqa: SLF001  # else `step` warns, as at its first call
             scheduler.step()
-        elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's schedules, functions of the step too, from 0
+        # DeepSpeed's schedules are functions of the step too, but count from 0.
+        elif hasattr(scheduler, "last_batch_iteration"):
             scheduler.step(steps - 1)
         else:
             for _ in range(steps):
