@@ -78,9 +78,9 @@ class Cells:
     places: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return values [length] at their places in the blocks [n * BLOCK], with zeros elsewhere."""
-        whole = values.new_zeros(len(self.blocks) * BLOCK)
-        whole[self.places] = values
+        """Return values [..., length] at their places in the blocks [..., n * BLOCK], with zeros elsewhere."""
+        whole = values.new_zeros(*values.shape[:-1], len(self.blocks) * BLOCK)
+        whole[..., self.places] = values
         return whole
 
     @cached_property

@@ -11,13 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import bitsandbytes
 import torch
 import torch.distributed as dist
 from bitsandbytes.functional import quantize_blockwise
-from bitsandbytes.optim.optimizer import Optimizer2State
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from harness.deepspeed.optimizer_states import sub_groups_on_nvme
 from harness.errors import UserError
 from harness.extras.blockwise.blocks import BLOCK, Cells, StatePiece, pieces_of
 from harness.extras.blockwise.states import (
+    MOMENTS,
     OfPiece,
     States,
     TensorStates,
@@ -42,6 +42,8 @@ from harness.training.engine.optimizer import ParameterGroup
 
 DEVICES = ("cpu", "cuda", "xpu")
 """Devices for which bitsandbytes has these optimizers."""
+DEFAULT_BETAS = (0.9, 0.999, 0.9999)
+"""Of AdEMAMix, in bitsandbytes and in HuggingFace's Trainer."""
 
 
 class LibrarySettings(Protocol):
@@ -67,21 +69,38 @@ class LibraryOptimizer(Protocol):
         """Update the tensors of `param_groups`."""
 
 
-def _moments_of_adam(states: Sequence[Tensor], gradient: Tensor, betas: Sequence[float]) -> None:
-    first, second = states
-    first.mul_(betas[0]).add_(gradient, alpha=1.0 - betas[0])
-    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
+NewMoments: TypeAlias = Callable[[Sequence[Tensor], Tensor, Tensor, ParameterGroup], None]
+"""Changes moments in place as a step does, given the gradient and the weights before the step."""
 
 
-def _moment_of_lion(states: Sequence[Tensor], gradient: Tensor, betas: Sequence[float]) -> None:
-    states[0].mul_(betas[1]).add_(gradient, alpha=1.0 - betas[1])
+def _of_adam(moments: Sequence[Tensor], gradient: Tensor, _: Tensor, group: ParameterGroup) -> None:
+    first, second = moments
+    first.mul_(group["betas"][0]).add_(gradient, alpha=1.0 - group["betas"][0])
+    second.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1.0 - group["betas"][1])
 
 
-NEW_STATES: Mapping[str, Callable[[Sequence[Tensor], Tensor, Sequence[float]], None]] = {
-    "adam": _moments_of_adam,
-    "lion": _moment_of_lion,
+def _of_ademamix(moments: Sequence[Tensor], gradient: Tensor, weights: Tensor, group: ParameterGroup) -> None:
+    fast, slow, second = moments
+    _of_adam((fast, second), gradient, weights, group)
+    slow.mul_(group["betas"][2]).add_(gradient, alpha=1.0 - group["betas"][2])
+
+
+def _of_lion(moments: Sequence[Tensor], gradient: Tensor, _: Tensor, group: ParameterGroup) -> None:
+    moments[0].mul_(group["betas"][1]).add_(gradient, alpha=1.0 - group["betas"][1])
+
+
+def _of_rmsprop(moments: Sequence[Tensor], gradient: Tensor, weights: Tensor, group: ParameterGroup) -> None:
+    gradient = gradient.add(weights, alpha=group["weight_decay"])
+    moments[0].mul_(group["betas"][0]).addcmul_(gradient, gradient, value=1.0 - group["betas"][0])
+
+
+NEW_MOMENTS: Mapping[str, NewMoments] = {
+    "adam": _of_adam,
+    "ademamix": _of_ademamix,
+    "lion": _of_lion,
+    "rmsprop": _of_rmsprop,
 }
-"""How a step changes the states, in place, by the name of the algorithm in bitsandbytes."""
+"""How a step changes the moments, by the name of the algorithm in bitsandbytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +131,7 @@ class BlockwiseOptimizer(Optimizer):
         self.pieces: dict[Tensor, list[StatePiece]] = {}
         self.shared: dict[Tensor, SharedBlocks] = {}
         self._library, self._names, self._least = library, names, library.args.min_8bit_size
-        self._states = ("1", "2") if isinstance(library, Optimizer2State) else ("1",)
+        self._moments = MOMENTS[library.optimizer_name]
         self._device = torch.device("cpu")
 
     def attach(self, engine: DeepSpeedEngine, groups: Groups) -> None:
@@ -146,7 +165,7 @@ class BlockwiseOptimizer(Optimizer):
         if cut and tensor is not None:
             self._require_equal(updated, tensor)
         self.shared = {each.tensor: self._shared(each, cut, tensor) for each in updated}
-        self.state = States(self.pieces)
+        self.state = States(self.pieces, self._moments)
 
     @property
     def _name(self) -> str:
@@ -198,8 +217,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def _update_trial(self, parameter: Tensor, group: ParameterGroup) -> None:
         found = self._by_library(parameter, parameter.grad, group, {}, has_blocks=False)
-        names = zip(("exp_avg", "exp_avg_sq"), self._states, strict=False)
-        self.state[parameter] = {"step": found["step"], **{name: found[f"state{number}"] for name, number in names}}
+        self.state[parameter] = {"step": found["step"], **{each.name: each.kept(found) for each in self._moments}}
 
     def _update(self, parameter: Tensor, group: ParameterGroup) -> None:
         """Update a tensor, which consists of pieces."""
@@ -230,7 +248,8 @@ class BlockwiseOptimizer(Optimizer):
         state = self._by_library(weights, None, group, {}, has_blocks=self._has_blocks(piece))
         if piece.is_cut:
             blocks = len(piece.cells(weights.device).blocks)
-            state |= {f"absmax{number}": weights.new_zeros(blocks, dtype=torch.float32) for number in self._states}
+            for name in [name for name in state if name.startswith("absmax")]:
+                state[name] = state[name].new_zeros(*state[name].shape[:-1], blocks)
         return {**state, "step": step}
 
     def _by_library(
@@ -261,20 +280,18 @@ class BlockwiseOptimizer(Optimizer):
         """Update the weights of cut blocks, and return their new states in float32, which are not quantised yet."""
         cells = piece.cells(weights.device)
         spread, change = cells.spread(weights), cells.spread(gradient)
-        kept = {name: cells.spread(state[name]) for name in (f"state{number}" for number in self._states)}
-        old = [
-            cells.spread(
-                dequantised(kept[f"state{number}"], state[f"absmax{number}"], state[f"qmap{number}"])[cells.places]
-            )
-            for number in self._states
+        kept = {name: cells.spread(value) for name, value in state.items() if name.startswith("state")}
+        moments = [
+            cells.spread(dequantised(each.kept(kept), each.scales(state), each.of_codes(state))[cells.places])
+            for each in self._moments
         ]
+        NEW_MOMENTS[self._library.optimizer_name](moments, change.float(), spread.float(), group)
         # The new weights depend on the old states alone: what bitsandbytes makes of copies of these is thrown away.
-        scales = {name: state[name].clone() for name in (f"absmax{number}" for number in self._states)}
+        scales = {name: value.clone() for name, value in state.items() if name.startswith("absmax")}
         self._by_library(spread, change, group, {**state, **kept, **scales}, has_blocks=True)
         weights.copy_(spread[cells.places])
-        NEW_STATES[self._library.optimizer_name](old, change.float(), group["betas"])
         state["step"] += 1
-        return _Changed(name=piece.name, cells=cells, state=state, values=old)
+        return _Changed(name=piece.name, cells=cells, state=state, values=moments)
 
     def _quantise_shared(self, parameter: Tensor, changed: Sequence[_Changed], *, loaded: bool = False) -> None:
         """Quantise new states of cut blocks with the scales of whole blocks; all ranks that share them call it.
@@ -284,7 +301,7 @@ class BlockwiseOptimizer(Optimizer):
         shared = self.shared[parameter]
         if not shared.count:
             return
-        largest = torch.zeros(len(self._states), shared.count, device=self._device)
+        largest = torch.zeros(len(self._moments), shared.count, device=self._device)
         for each in changed:
             places = (shared.offsets[each.name] + each.cells.blocks).to(self._device)
             for row, values in zip(largest, each.values, strict=True):
@@ -293,8 +310,8 @@ class BlockwiseOptimizer(Optimizer):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         for each in changed:
             places = (shared.offsets[each.name] + each.cells.blocks).to(self._device)
-            for number, row, values in zip(self._states, largest, each.values, strict=True):
-                scales, of_codes = row[places].to(values.device), each.state[f"qmap{number}"]
+            for moment, row, values in zip(self._moments, largest, each.values, strict=True):
+                scales, of_codes = row[places].to(values.device), moment.of_codes(each.state)
                 if loaded:
                     codes = nearest_codes(values, scales, of_codes)
                 else:
@@ -303,8 +320,8 @@ class BlockwiseOptimizer(Optimizer):
                     incomplete, free = each.cells.lacking
                     values[free] = scales[incomplete]
                     codes = quantize_blockwise(values, code=of_codes, blocksize=BLOCK)[0]
-                each.state[f"state{number}"].copy_(codes[each.cells.places])
-                each.state[f"absmax{number}"].copy_(scales)
+                moment.kept(each.state).copy_(codes[each.cells.places])
+                moment.scales(each.state).copy_(scales)
 
     def _quantise_loaded(self, parameter: Tensor, states: TensorStates) -> None:
         """Quantise the states from a checkpoint; all ranks that share blocks call it."""
@@ -317,12 +334,12 @@ class BlockwiseOptimizer(Optimizer):
                 values = [cells.spread(each) for each in values]
                 changed.append(_Changed(name=piece.name, cells=cells, state=state, values=values))
                 continue
-            for number, own in zip(self._states, values, strict=True):
+            for moment, own in zip(self._moments, values, strict=True):
                 if self._has_blocks(piece):
                     scales = largest_of_blocks(own)
-                    state[f"absmax{number}"].copy_(scales)
-                    own = nearest_codes(own, scales, state[f"qmap{number}"])
-                state[f"state{number}"].copy_(own)
+                    moment.scales(state).copy_(scales)
+                    own = nearest_codes(own, scales, moment.of_codes(state))
+                moment.kept(state).copy_(own)
         self._quantise_shared(parameter, changed, loaded=True)
         states.loaded.clear()
 
@@ -333,7 +350,7 @@ class _Changed:
 
     Attributes:
         state: the piece's state, which they are to be quantised into.
-        values: the new states in float32 [blocks * BLOCK], at the places of `cells`.
+        values: the new moments in float32 [blocks * BLOCK], at the places of `cells`.
     """
 
     name: str
@@ -353,16 +370,37 @@ def _made(
     device = next((parameter.device.type for group in groups for parameter in group["params"]), "cpu")
     if device not in DEVICES:
         raise UserError(f"optimizer {kind}: bitsandbytes has none on {device}: use another optimizer")
+    if options.get("momentum"):
+        raise UserError(f"optimizer {kind}: bitsandbytes has no momentum, and would ignore it: remove it")
     try:
         library = getattr(bitsandbytes.optim, kind)([torch.zeros(1)], **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise UserError(f"optimizer {kind}: {error}") from error
     if device == "cpu":
         library.is_paged = False  # bitsandbytes would warn that a CPU has no pages
     return BlockwiseOptimizer(groups, library, names)
 
 
+def _made_ademamix(
+    kind: str, groups: list[ParameterGroup], options: JsonObject, names: Mapping[Tensor, str]
+) -> BlockwiseOptimizer:
+    """Return AdEMAMix, whose third beta is bitsandbytes' own if `options` have two, as in HuggingFace's Trainer.
+
+    Raises UserError as `_made`, and for schedules of alpha and of the third beta.
+    """
+    if scheduled := [name for name in ("t_alpha", "t_beta3") if options.get(name)]:
+        raise UserError(f"optimizer {kind}: {scheduled[0]} is not supported: remove it")
+    betas = options.get("betas", DEFAULT_BETAS)
+    if len(betas) not in (2, 3):
+        raise UserError(f"optimizer {kind}: betas are two or three numbers, not {len(betas)}")
+    return _made(kind, groups, {**options, "betas": (*betas, *DEFAULT_BETAS[len(betas) :])}, names)
+
+
 ADAM_8BIT, PAGED_ADAM_8BIT = partial(_made, "Adam8bit"), partial(_made, "PagedAdam8bit")
 ADAMW_8BIT, PAGED_ADAMW_8BIT = partial(_made, "AdamW8bit"), partial(_made, "PagedAdamW8bit")
 LION_8BIT, PAGED_LION_8BIT = partial(_made, "Lion8bit"), partial(_made, "PagedLion8bit")
 PAGED_ADAMW, PAGED_LION = partial(_made, "PagedAdamW32bit"), partial(_made, "PagedLion32bit")
+RMSPROP, RMSPROP_8BIT = partial(_made, "RMSprop32bit"), partial(_made, "RMSprop8bit")
+ADEMAMIX, ADEMAMIX_8BIT = partial(_made_ademamix, "AdEMAMix"), partial(_made_ademamix, "AdEMAMix8bit")
+PAGED_ADEMAMIX = partial(_made_ademamix, "PagedAdEMAMix")
+PAGED_ADEMAMIX_8BIT = partial(_made_ademamix, "PagedAdEMAMix8bit")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
@@ -14,39 +15,83 @@ from torch.nn.functional import pad
 from harness.config.values.json_object import JsonObject
 from harness.extras.blockwise.blocks import BLOCK, StatePiece
 
-NAMES = ("exp_avg", "exp_avg_sq")
-"""Names in checkpoints of the states that bitsandbytes calls state1 and state2: those of the same moments elsewhere."""
 OfPiece: TypeAlias = JsonObject
 """The state of a piece: `step`, and `state1` as 8-bit codes with `qmap1` and `absmax1`, or in float32; `state2` too."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A value that an optimizer keeps for each weight.
+
+    Attributes:
+        name: its name in checkpoints, that of the same moment elsewhere.
+        number: 1 or 2, of the state of bitsandbytes that holds it.
+        row: its row, if that state holds several moments.
+    """
+
+    name: str
+    number: int
+    row: int | None = None
+
+    def kept(self, state: OfPiece) -> Tensor:
+        """Return its 8-bit codes, or its values in float32."""
+        return self._of(state[f"state{self.number}"])
+
+    def scales(self, state: OfPiece) -> Tensor:
+        """Return the scale of each block."""
+        return self._of(state[f"absmax{self.number}"])
+
+    def of_codes(self, state: OfPiece) -> Tensor:
+        """Return the values [256] of codes."""
+        found: Tensor = state[f"qmap{self.number}"]
+        return found
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        return tensor if self.row is None else tensor[self.row]
+
+
+MOMENTS: Mapping[str, Sequence[Moment]] = {
+    "adam": (Moment("exp_avg", 1), Moment("exp_avg_sq", 2)),
+    "ademamix": (Moment("exp_avg", 1, row=0), Moment("exp_avg_slow", 1, row=1), Moment("exp_avg_sq", 2)),
+    "lion": (Moment("exp_avg", 1),),
+    "rmsprop": (Moment("square_avg", 1),),
+}
+"""What each algorithm of bitsandbytes keeps, by its name there."""
 
 
 class TensorStates(JsonObject):
     """The states of a tensor that the optimizer updates: `step`, and those of each piece.
 
-    `exp_avg` and `exp_avg_sq` are there under the names of other optimizers, too: as float32 tensors in the host's
-    memory, dequantised when they are asked for. From these values the same codes are made again.
+    Moments (`exp_avg`) are there under the names of other optimizers, too: as float32 tensors in the host's memory,
+    dequantised when they are asked for. From these values the same codes are made again.
 
     Attributes:
         of_pieces: the states by piece, in the order of `pieces`.
-        loaded: states from a checkpoint, by name, that the next step quantises.
+        loaded: moments from a checkpoint, by name, that the next step quantises.
     """
 
-    def __init__(self, shape: torch.Size, pieces: Sequence[StatePiece], loaded: JsonObject | None = None) -> None:
+    def __init__(
+        self,
+        shape: torch.Size,
+        pieces: Sequence[StatePiece],
+        moments: Sequence[Moment],
+        loaded: JsonObject | None = None,
+    ) -> None:
         given = loaded or {"step": 0}
         super().__init__(step=given["step"])
         self.of_pieces: list[OfPiece] = []
-        self.loaded: dict[str, Tensor] = {name: given[name].cpu() for name in NAMES if name in given}
-        self._shape, self._pieces = shape, pieces
+        self.loaded: dict[str, Tensor] = {each.name: given[each.name].cpu() for each in moments if each.name in given}
+        self._shape, self._pieces, self._moments = shape, pieces, moments
 
     def __missing__(self, name: str) -> Tensor:
         if name in self.loaded:
             return self.loaded[name]
-        number = NAMES.index(name) + 1 if name in NAMES else 0
-        if not number or (self.of_pieces and f"state{number}" not in self.of_pieces[0]):
+        moment = next((each for each in self._moments if each.name == name), None)
+        if moment is None:
             raise KeyError(name)
         whole = torch.zeros(self._shape.numel())
         for piece, state in zip(self._pieces, self.of_pieces, strict=True):
-            whole[piece.place] = values_to_save(piece, state, number).cpu()
+            whole[piece.place] = values_to_save(piece, state, moment).cpu()
         return whole.view(self._shape)
 
     def get(self, name: str, default: object = None) -> object:
@@ -68,17 +113,17 @@ def _kept(state: OfPiece) -> Iterator[Tensor]:
 class States(defaultdict[Tensor, JsonObject]):
     """The states of an optimizer by tensor. Those of a checkpoint wait in the host's memory for the next step."""
 
-    def __init__(self, pieces: Mapping[Tensor, Sequence[StatePiece]]) -> None:
+    def __init__(self, pieces: Mapping[Tensor, Sequence[StatePiece]], moments: Sequence[Moment]) -> None:
         super().__init__()
-        self._pieces = pieces
+        self._pieces, self._moments = pieces, moments
 
     def __missing__(self, tensor: Tensor) -> TensorStates:
-        found = TensorStates(tensor.shape, self._pieces[tensor])
+        found = TensorStates(tensor.shape, self._pieces[tensor], self._moments)
         super().__setitem__(tensor, found)
         return found
 
     def __setitem__(self, tensor: Tensor, loaded: JsonObject) -> None:
-        super().__setitem__(tensor, TensorStates(tensor.shape, self._pieces[tensor], loaded))
+        super().__setitem__(tensor, TensorStates(tensor.shape, self._pieces[tensor], self._moments, loaded))
 
 
 def dequantised(codes: Tensor, scales: Tensor, values: Tensor) -> Tensor:
@@ -101,16 +146,16 @@ def nearest_codes(values: Tensor, scales: Tensor, of_codes: Tensor) -> Tensor:
     return torch.bucketize(normalised, (of_codes[1:] + of_codes[:-1]) / 2).to(torch.uint8)
 
 
-def values_to_save(piece: StatePiece, state: OfPiece, number: int) -> Tensor:
-    """Return the values [length] of a piece's state, from which quantising makes the same codes and scales.
+def values_to_save(piece: StatePiece, state: OfPiece, moment: Moment) -> Tensor:
+    """Return the values [length] of a piece's moment, from which quantising makes the same codes and scales.
 
     The codes of a signed state have 1, but no -1: a block whose largest element is negative would get a smaller scale
     from its dequantised values. So elements with the least code get minus the scale, which has the same code.
     """
-    kept: Tensor = state[f"state{number}"]
+    kept = moment.kept(state)
     if kept.dtype != torch.uint8:
         return kept
-    values, scales = state[f"qmap{number}"].clone(), state[f"absmax{number}"]
+    values, scales = moment.of_codes(state).clone(), moment.scales(state)
     if values[0] < 0:
         values[0] = -1.0
     if not piece.is_cut:

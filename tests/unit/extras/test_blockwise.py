@@ -25,11 +25,21 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 
 KINDS = [name for name, record in OPTIMIZERS.items() if record.package == "bitsandbytes"]
 OPTIONS = {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.1, "min_8bit_size": 500}
+OTHERS: dict[str, dict[str, object]] = {
+    "AdEMAMix": {"betas": [0.8, 0.9, 0.95], "alpha": 2.0},
+    "RMSprop": {"alpha": 0.8},
+}
+"""Options of the optimizers whose names contain these, instead of betas."""
 SHAPES = {"wide": (24, 48), "small": (7,), "tall": (60, 28), "square": (16, 32)}
 """Blocks have parts of rows, and two matrices end within a block. Sizes are multiples of 16: torch rounds the elements
 after the last 16 of a tensor otherwise."""
 CPU = torch.device("cpu")
 STEPS, SAVED_AT = 4, 2
+
+
+def options_of(kind: str) -> dict[str, object]:
+    changes = next((changes for name, changes in OTHERS.items() if name in kind), None)
+    return OPTIONS if changes is None else {k: v for k, v in OPTIONS.items() if k != "betas"} | changes
 
 
 def weights() -> dict[str, Tensor]:
@@ -47,7 +57,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 def by_bitsandbytes(kind: str) -> dict[str, Tensor]:
     parameters = {name: nn.Parameter(value) for name, value in weights().items()}
-    optimizer = getattr(bitsandbytes.optim, kind)(list(parameters.values()), **OPTIONS)
+    optimizer = getattr(bitsandbytes.optim, kind)(list(parameters.values()), **options_of(kind))
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
             parameters[name].grad = gradient
@@ -57,7 +67,7 @@ def by_bitsandbytes(kind: str) -> dict[str, Tensor]:
 
 def made(kind: str, updated: Sequence[UpdatedTensor], names: dict[Tensor, str]) -> BlockwiseOptimizer:
     maker: Callable[..., BlockwiseOptimizer] = resolve_name(OPTIMIZERS[kind].made_by)
-    return maker([{"params": [each.tensor for each in updated]}], OPTIONS, names)
+    return maker([{"params": [each.tensor for each in updated]}], options_of(kind), names)
 
 
 class Whole:
@@ -182,6 +192,27 @@ def test_a_device_or_an_option_that_bitsandbytes_does_not_have_is_one_line() -> 
         make([{"params": [nn.Parameter(torch.zeros(2))]}], {"amsgrad": True}, {})
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("RMSprop8bit", {"momentum": 0.9}, "bitsandbytes has no momentum, and would ignore it: remove it"),
+        ("RMSprop8bit", {"centered": True}, "Centered RMSprop is not supported!"),
+        ("AdEMAMix8bit", {"t_beta3": 10}, "t_beta3 is not supported: remove it"),
+        ("AdEMAMix8bit", {"betas": [0.9]}, "betas are two or three numbers, not 1"),
+    ],
+)
+def test_what_these_optimizers_lack_is_one_line(kind: str, options: dict[str, object], said: str) -> None:
+    make = resolve_name(OPTIMIZERS[kind].made_by)
+    with pytest.raises(UserError, match=f"^optimizer {kind}: {said}$"):
+        make([{"params": [nn.Parameter(torch.zeros(2))]}], options, {})
+
+
+def test_the_third_beta_of_ademamix_is_that_of_huggingfaces_trainer() -> None:
+    make = resolve_name(OPTIMIZERS["AdEMAMix"].made_by)
+    optimizer = make([{"params": [nn.Parameter(torch.zeros(2))]}], {"betas": [0.8, 0.95]}, {})
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.95, 0.9999)
+
+
 def test_a_run_without_bitsandbytes_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     require_package("AdamW8bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -195,9 +226,16 @@ def test_huggingfaces_names_mean_these_optimizers() -> None:
     assert named == {
         "adamw_8bit": "AdamW8bit",
         "adamw_bnb_8bit": "AdamW8bit",
+        "ademamix": "AdEMAMix",
+        "ademamix_8bit": "AdEMAMix8bit",
         "lion_8bit": "Lion8bit",
         "paged_adamw_32bit": "PagedAdamW32bit",
         "paged_adamw_8bit": "PagedAdamW8bit",
+        "paged_ademamix_32bit": "PagedAdEMAMix",
+        "paged_ademamix_8bit": "PagedAdEMAMix8bit",
         "paged_lion_32bit": "PagedLion32bit",
         "paged_lion_8bit": "PagedLion8bit",
+        "rmsprop_bnb": "RMSprop32bit",
+        "rmsprop_bnb_32bit": "RMSprop32bit",
+        "rmsprop_bnb_8bit": "RMSprop8bit",
     }
