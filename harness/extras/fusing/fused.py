@@ -4,7 +4,7 @@ transformers computes each with many small operations: a norm is square, mean, r
 writes a whole hidden state, needs two or three more in the backward pass, and takes Python some microseconds to launch.
 
 - On a GPU a norm is torch's fused norm, and the others are kernels in Triton. They give transformers' numbers up to the
-  rounding of the dtype. Norms and rotations are found by trial (`norms.py`, `rotations.py`), gates by their code.
+  rounding of the dtype. They are found by trial, and gates in the code of a forward, too.
 - On a CPU, in float32, the forward of a norm reads the hidden state twice, and a rotation changes each half of a head
   in one operation. In 16 bits transformers' own code runs there: fewer operations would round differently. A norm or
   rotation is replaced only if its code equals, token for token, the code that `fused.json` names, as in most families.
@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from harness.extras.fusing import kernels
-from harness.extras.fusing.gates import gated, parsed
+from harness.extras.fusing.activations import fused_activation
+from harness.extras.fusing.found_gates import gated
+from harness.extras.fusing.gate_code import parsed
+from harness.extras.fusing.gated_norms import gated_norm_of
 from harness.extras.fusing.norms import norm_of
 from harness.extras.fusing.rotations import rotations
 from harness.parallel.comm import Context
@@ -48,9 +51,10 @@ def fuse(layer: nn.Module, device: torch.device) -> None:
 
 
 def _fuse_on_gpu(module: nn.Module) -> None:
-    if (norm := norm_of(module)) is not None:
-        module.forward = MethodType(norm, module)
-        return
+    for find in (norm_of, gated_norm_of, fused_activation):
+        if (found := find(module)) is not None:
+            module.forward = MethodType(found, module)
+            return
     for name, method in gated(module).items():
         setattr(module, name, MethodType(method, module))
     forward = getattr(vars(module).get("forward"), "__func__", type(module).forward)

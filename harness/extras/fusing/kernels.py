@@ -1,4 +1,4 @@
-"""Kernels of rotations and gated activations for GPUs, in Triton: each does in one pass what torch does in several.
+"""Kernels of rotations and activations for GPUs, in Triton: each does in one pass what torch does in several.
 
 A rotation of queries and keys is 14 operations of torch, a gated activation two or three. `usable` says whether they
 run on a device and give torch's results there; callers ask it once, and use torch if not.
@@ -56,6 +56,40 @@ class Turn:
 HALVES = Turn()
 
 
+@dataclass(frozen=True)
+class Activation:
+    """An activation by its name in `programs.activated`; `beta` is that of swish, x * sigmoid(beta * x)."""
+
+    name: str
+    beta: float = 1.0
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a gate and an input become one: activation(gate) * (input + offset).
+
+    Attributes:
+        limit: gates are clamped to at most this, and inputs to this and its negative; None without.
+        clamps_after: whether the activation is clamped, and not the gate.
+        wide: whether all is computed in float32 and rounded once; otherwise after each operation.
+        neighbours: whether gates and inputs that stand in one tensor alternate; otherwise each is a half of a row.
+        gate_last: whether the second of them is the gate.
+    """
+
+    activation: Activation
+    limit: float | None = None
+    clamps_after: bool = False
+    offset: float = 0.0
+    wide: bool = False
+    neighbours: bool = False
+    gate_last: bool = False
+
+    def parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gates and the inputs [..., n] of a tensor [..., 2n], which they share."""
+        first, second = (both[..., ::2], both[..., 1::2]) if self.neighbours else both.chunk(2, -1)
+        return (second, first) if self.gate_last else (first, second)
+
+
 @cache
 @torch.inference_mode(mode=False)  # which also records gradients, if an evaluation or a backward pass asks first
 def usable(device: torch.device) -> bool:
@@ -77,9 +111,21 @@ def _try(device: torch.device) -> None:
     (of_turned,) = torch.autograd.grad(turned, inputs[:1], grad)
     require_close(rotate([grad, up], angles, angles, backward=True)[0], of_turned)
 
+    how, half = Gate(Activation("silu")), x.shape[-1] // 2
     gated = functional.silu(inputs[0]) * inputs[1]
-    require_close(gate(x, up, "silu"), gated)
-    require_close(gate_backward(grad, x, up, "silu"), torch.autograd.grad(gated, inputs, grad))
+    require_close(gate(x, up, how), gated)
+    require_close(gate_backward(grad, x, up, how), torch.autograd.grad(gated, inputs, grad))
+
+    how = Gate(Activation("swish", 2.0), limit=1.0, offset=1.0, neighbours=True)
+    gates, ups = inputs[0][..., ::2].clamp(max=1.0), inputs[0][..., 1::2].clamp(-1.0, 1.0)
+    gated = gates * torch.sigmoid(2.0 * gates) * (ups + 1.0)
+    require_close(gate_halves(x, how), gated)
+    of_x = gate_halves_backward(grad[..., :half].contiguous(), x, how)
+    require_close((of_x,), torch.autograd.grad(gated, inputs[:1], grad[..., :half]))
+
+    squared = Activation("relu2")
+    require_close(activate(x, squared), functional.relu(x).square())
+    require_close(activate_backward(grad, x, squared), 2 * functional.relu(x) * grad)
 
 
 @cache
@@ -151,24 +197,87 @@ def _rotated_part(x: Tensor, turn: Turn, width: int) -> Tensor:
     return heads_first[..., -width:] if turn.last else heads_first[..., :width]
 
 
-def gate(gates: Tensor, ups: Tensor, activation: str) -> Tensor:
+def gate(gates: Tensor, ups: Tensor, how: Gate) -> Tensor:
     """Return activation(gates) * ups, contiguous; both [..., n] of one dtype."""
-    out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     rows, (of_gates, of_ups) = _rows(gates, ups)
+    return _gated(gates, ups, how, rows, of_gates, of_ups)
+
+
+def gate_backward(grads: Tensor, gates: Tensor, ups: Tensor, how: Gate) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `gates` and `ups`, contiguous, from that of what `gate` has returned."""
+    outputs = tuple(torch.empty(gates.shape, dtype=gates.dtype, device=gates.device) for _ in range(2))
+    rows, (of_gates, of_ups) = _rows(gates, ups)
+    _gate_gradients(grads, (gates, ups), (outputs[0], outputs[1]), how, rows, (of_gates, of_ups, gates.shape[-1]))
+    return outputs[0], outputs[1]
+
+
+def gate_halves(both: Tensor, how: Gate) -> Tensor:
+    """Return activation(gates) * ups, contiguous, of gates and ups in one tensor [..., 2n]."""
+    rows, (stride,) = _rows(both)
+    return _gated(*how.parts(both), how, rows, stride, stride)
+
+
+def gate_halves_backward(grads: Tensor, both: Tensor, how: Gate) -> Tensor:
+    """Return the gradient of `both`, contiguous, from that of what `gate_halves` has returned."""
+    of_both = torch.empty(both.shape, dtype=both.dtype, device=both.device)
+    rows, (stride,) = _rows(both)
+    _gate_gradients(grads, how.parts(both), how.parts(of_both), how, rows, (stride, stride, both.shape[-1]))
+    return of_both
+
+
+def _gated(gates: Tensor, ups: Tensor, how: Gate, rows: int, of_gates: int, of_ups: int) -> Tensor:
+    out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     grid, width = grid_of(rows, gates.shape[-1])
-    _programs().gate[grid](gates, ups, out, of_gates, of_ups, width, activation=activation, block=BLOCK, **AS_TORCH)
+    _programs().gate[grid](gates, ups, out, of_gates, of_ups, width, **_constants(how, gates))
     return out
 
 
-def gate_backward(grads: Tensor, gates: Tensor, ups: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gates` and `ups`, contiguous, from that of what `gate` has returned."""
-    outputs = tuple(torch.empty(gates.shape, dtype=gates.dtype, device=gates.device) for _ in range(2))
-    rows, strides = _rows(grads, gates, ups)
-    grid, width = grid_of(rows, gates.shape[-1])
+def _gate_gradients(
+    grads: Tensor,
+    inputs: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    how: Gate,
+    rows: int,
+    strides: tuple[int, int, int],
+) -> None:
+    """Write gradients of gates and ups into `outputs`; strides are those of rows of both inputs, and of outputs."""
+    grid, width = grid_of(rows, grads.shape[-1])
     _programs().gate_backward[grid](
-        grads, gates, ups, *outputs, *strides, width, activation=activation, block=BLOCK, **AS_TORCH
+        grads, *inputs, *outputs, row_stride(grads), *strides, width, **_constants(how, inputs[0])
     )
-    return outputs[0], outputs[1]
+
+
+def _constants(how: Gate, gates: Tensor) -> dict[str, object]:
+    return {
+        "step": gates.stride(-1),
+        "activation": how.activation.name,
+        "beta": how.activation.beta,
+        "clamped": how.limit is not None,
+        "limit": how.limit or 0.0,
+        "clamps_after": how.clamps_after,
+        "offset": how.offset,
+        "wide": how.wide,
+        "block": BLOCK,
+        **AS_TORCH,
+    }
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return an activation of a contiguous tensor."""
+    out = torch.empty_like(x)
+    grid = (-(-x.numel() // BLOCK),)
+    options = {"activation": activation.name, "beta": activation.beta, "block": BLOCK, **AS_TORCH}
+    _programs().activate[grid](x, out, x.numel(), **options)
+    return out
+
+
+def activate_backward(grads: Tensor, x: Tensor, activation: Activation) -> Tensor:
+    """Return the gradient of `x` from that of its activation, both contiguous."""
+    out = torch.empty_like(x)
+    grid = (-(-x.numel() // BLOCK),)
+    options = {"activation": activation.name, "beta": activation.beta, "block": BLOCK, **AS_TORCH}
+    _programs().activate_backward[grid](grads, x, out, x.numel(), **options)
+    return out
 
 
 def _rows(*tensors: Tensor) -> tuple[int, list[int]]:

@@ -70,25 +70,31 @@ class Norm:
 
 def norm_of(module: nn.Module) -> Norm | None:
     """Return the norm that a module computes; None for any other module, and for torch's own."""
-    kind = type(module)
-    if kind.__module__.startswith("torch.") or any(True for _ in (*module.children(), *module.buffers())):
+    described = vectors_of(module)
+    if described is None or not takes(module, 1):
         return None
-    parameters = module._parameters  # noqa: SLF001  # torch has no public name for those that are None
+    return _tried(type(module), *described)  # type: ignore[arg-type]  # mypy takes the class for its instances
+
+
+def vectors_of(module: nn.Module) -> tuple[Attributes, Sizes] | None:
+    """Return the attributes of a module and the sizes of its parameters; None if it has more than these vectors."""
+    if type(module).__module__.startswith("torch.") or any(True for _ in (*module.children(), *module.buffers())):
+        return None
     attributes = {
         name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"
     }
-    are_plain = all(isinstance(value, PLAIN) for value in attributes.values())
+    parameters = module._parameters  # noqa: SLF001  # torch has no public name for those that are None
     sizes = {name: None if each is None else tuple(each.shape) for name, each in parameters.items()}
-    if not are_plain or any(size is not None and len(size) != 1 for size in sizes.values()) or not _takes_one(kind):
+    are_plain = all(isinstance(value, PLAIN) for value in attributes.values())
+    if not are_plain or any(size is not None and len(size) != 1 for size in sizes.values()):
         return None
-    attributes_of, sizes_of = tuple(attributes.items()), tuple(sizes.items())
-    return _tried(kind, attributes_of, sizes_of)  # type: ignore[arg-type]  # mypy takes the class for its instances
+    return tuple(attributes.items()), tuple(sizes.items())
 
 
-def _takes_one(kind: type[nn.Module]) -> bool:
-    """Return whether the forward of a class takes one tensor and nothing else."""
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return len(parameters) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD
+def takes(module: nn.Module, count: int) -> bool:
+    """Return whether the forward of a module's class takes so many tensors and nothing else."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == count and all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
 
 
 @cache
@@ -98,27 +104,27 @@ def _tried(kind: type[nn.Module], attributes: Attributes, sizes: Sizes) -> Norm 
     if len(names) != (weight is not None) + (bias is not None):
         return None
     offsets = (0.0, 1.0) if weight else (0.0,)
-    parts = product((False, True), offsets, _epsilons(kind, attributes))
+    parts = product((False, True), offsets, epsilons(kind, attributes))
     candidates = [Norm(centred, weight, bias, offset, epsilon) for centred, offset, epsilon in parts]
     own = [size[0] for _, size in sizes if size] + [
         value[0] for _, value in attributes if isinstance(value, tuple) and value
     ]
     for width in (WIDTH, *own):
         try:
-            twins = [_twin(kind, attributes, sizes, width, dtype) for dtype in (torch.float32, torch.bfloat16)]
+            twins = [twin_of(kind, attributes, sizes, width, dtype) for dtype in (torch.float32, torch.bfloat16)]
             return next((norm for norm in candidates if all(_agrees(norm, twin, width) for twin in twins)), None)
         except Exception:  # whatever other modules do with these inputs
             continue
     return None
 
 
-def _epsilons(kind: type[nn.Module], attributes: Attributes) -> list[float]:
+def epsilons(kind: type[nn.Module], attributes: Attributes) -> list[float]:
     """Return the small numbers of a norm: its attributes, and those written in its forward."""
     written = [*(value for _, value in attributes), *inspect.unwrap(kind.forward).__code__.co_consts]
     return list(dict.fromkeys(value for value in written if isinstance(value, float) and 0 < value < 0.01))
 
 
-def _twin(kind: type[nn.Module], attributes: Attributes, sizes: Sizes, width: int, dtype: torch.dtype) -> nn.Module:
+def twin_of(kind: type[nn.Module], attributes: Attributes, sizes: Sizes, width: int, dtype: torch.dtype) -> nn.Module:
     """Return a module with the attributes of another, and random parameters of this width."""
     generator = torch.Generator().manual_seed(0)
     twin = kind.__new__(kind)

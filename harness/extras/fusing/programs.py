@@ -159,43 +159,87 @@ def logistic(x):
 
 
 @triton.jit
-def activated(x, activation: tl.constexpr):
-    """Return an activation of float32 numbers."""
+def activated(x, activation: tl.constexpr, beta: tl.constexpr, between: tl.constexpr):
+    """Return an activation of float32 numbers; what torch computes in several operations is rounded after each."""
     if activation == "silu":
         return x / (1.0 + tl.exp(-x))
+    if activation == "swish":
+        return x * rounded(logistic(rounded(beta * x, between)), between)
+    if activation == "sigmoid":
+        return logistic(x)
     if activation == "gelu":
         return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     if activation == "gelu_tanh":
         # (1 + tanh(y)) / 2 is logistic(2 * y)
         return x * logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    if activation == "relu2":
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
     return tl.maximum(x, 0.0)
 
 
 @triton.jit
-def slope(x, activation: tl.constexpr):
+def slope(x, activation: tl.constexpr, beta: tl.constexpr):
     """Return the derivative of an activation."""
     if activation == "silu":
         share = logistic(x)
         return share * (1.0 + x * (1.0 - share))
+    if activation == "swish":
+        share = logistic(beta * x)
+        return share * (1.0 + beta * x * (1.0 - share))
+    if activation == "sigmoid":
+        share = logistic(x)
+        return share * (1.0 - share)
     if activation == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
     if activation == "gelu_tanh":
         share = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
         return share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    if activation == "relu2":
+        return 2.0 * tl.maximum(x, 0.0)
     return tl.where(x > 0.0, 1.0, 0.0)
 
 
 @triton.jit
-def gate(gates, ups, out, gate_row, up_row, width, activation: tl.constexpr, block: tl.constexpr):
-    """Write activation(gate) * up of a part of a row."""
+def at_most(x, limit, clamped: tl.constexpr):
+    """Return numbers, those above the limit as the limit; NaN stays."""
+    if clamped:
+        return tl.where(x > limit, limit, x)
+    return x
+
+
+@triton.jit
+def gate(
+    gates,
+    ups,
+    out,
+    gate_row,
+    up_row,
+    width,
+    step: tl.constexpr,
+    activation: tl.constexpr,
+    beta: tl.constexpr,
+    clamped: tl.constexpr,
+    limit: tl.constexpr,
+    clamps_after: tl.constexpr,
+    offset: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write activation(gate) * (up + offset) of a part of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    kind: tl.constexpr = gates.dtype.element_ty
-    x = tl.load(gates + row * gate_row + column, mask=inside).to(tl.float32)
-    up = tl.load(ups + row * up_row + column, mask=inside).to(tl.float32)
-    tl.store(out + row * width + column, (rounded(activated(x, activation), kind) * up).to(kind), mask=inside)
+    kind: tl.constexpr = out.dtype.element_ty
+    between: tl.constexpr = tl.float32 if wide else kind
+    x = tl.load(gates + row * gate_row + column * step, mask=inside).to(tl.float32)
+    up = tl.load(ups + row * up_row + column * step, mask=inside).to(tl.float32)
+    x = at_most(x, limit, clamped and not clamps_after)
+    active = at_most(rounded(activated(x, activation, beta, between), between), limit, clamped and clamps_after)
+    up = -at_most(-at_most(up, limit, clamped), limit, clamped)
+    product = rounded(active, between) * rounded(up + offset, between)
+    tl.store(out + row * width + column, product.to(kind), mask=inside)
 
 
 @triton.jit
@@ -208,19 +252,56 @@ def gate_backward(
     grad_row,
     gate_row,
     up_row,
+    out_row,
     width,
+    step: tl.constexpr,
     activation: tl.constexpr,
+    beta: tl.constexpr,
+    clamped: tl.constexpr,
+    limit: tl.constexpr,
+    clamps_after: tl.constexpr,
+    offset: tl.constexpr,
+    wide: tl.constexpr,
     block: tl.constexpr,
 ):
     """Write the gradients of gate and up of a part of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    kind: tl.constexpr = gates.dtype.element_ty
+    kind: tl.constexpr = of_gates.dtype.element_ty
+    between: tl.constexpr = tl.float32 if wide else kind
     grad = tl.load(grads + row * grad_row + column, mask=inside).to(tl.float32)
-    x = tl.load(gates + row * gate_row + column, mask=inside).to(tl.float32)
-    up = tl.load(ups + row * up_row + column, mask=inside).to(tl.float32)
-    of_up = grad * rounded(activated(x, activation), kind)
-    of_gate = rounded(grad * up, kind) * slope(x, activation)
-    tl.store(of_ups + row * width + column, of_up.to(kind), mask=inside)
-    tl.store(of_gates + row * width + column, of_gate.to(kind), mask=inside)
+    given = tl.load(gates + row * gate_row + column * step, mask=inside).to(tl.float32)
+    given_up = tl.load(ups + row * up_row + column * step, mask=inside).to(tl.float32)
+    x = at_most(given, limit, clamped and not clamps_after)
+    free = rounded(activated(x, activation, beta, between), between)
+    active = at_most(free, limit, clamped and clamps_after)
+    up = -at_most(-at_most(given_up, limit, clamped), limit, clamped)
+    of_up = grad * rounded(active, between)
+    of_gate = rounded(grad * rounded(up + offset, between), between) * slope(x, activation, beta)
+    if clamped:  # what is clamped has no gradient
+        of_up = tl.where((given_up > limit) | (given_up < -limit), 0.0, of_up)
+        of_gate = tl.where((free if clamps_after else given) > limit, 0.0, of_gate)
+    tl.store(of_ups + row * out_row + column * step, of_up.to(kind), mask=inside)
+    tl.store(of_gates + row * out_row + column * step, of_gate.to(kind), mask=inside)
+
+
+@triton.jit
+def activate(x, out, count, activation: tl.constexpr, beta: tl.constexpr, block: tl.constexpr):
+    """Write an activation of a part of a tensor."""
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < count
+    kind: tl.constexpr = out.dtype.element_ty
+    given = tl.load(x + place, mask=inside).to(tl.float32)
+    tl.store(out + place, activated(given, activation, beta, kind).to(kind), mask=inside)
+
+
+@triton.jit
+def activate_backward(grads, x, out, count, activation: tl.constexpr, beta: tl.constexpr, block: tl.constexpr):
+    """Write the gradient of the input of an activation, a part of a tensor."""
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < count
+    kind: tl.constexpr = out.dtype.element_ty
+    grad = tl.load(grads + place, mask=inside).to(tl.float32)
+    given = tl.load(x + place, mask=inside).to(tl.float32)
+    tl.store(out + place, (grad * slope(given, activation, beta)).to(kind), mask=inside)

@@ -19,7 +19,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from harness.extras.fusing import kernels
 from harness.extras.fusing.kernels import HALVES, Turn
 from harness.extras.fusing.norms import Norm, norm_of
-from harness.extras.fusing.rotations import rotations, turned
+from harness.extras.fusing.rotations import rotations
+from tests.support.torch_kernels import use_torch
 
 LLAMAS = Norm(centred=False, weight="weight", bias=None, offset=0.0, epsilon=1e-5)
 
@@ -93,15 +94,13 @@ ROTATIONS = {
 
 @pytest.mark.parametrize("family", ROTATIONS)
 def test_a_rotation_is_found_by_what_it_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's operations for the kernel, as they are equal: see test_kernels.py."""
     used: list[Turn] = []
+    use_torch(monkeypatch)
+    by_torch = kernels.rotate
 
     def rotate(heads: list[Tensor], cos: Tensor, sin: Tensor, turn: Turn, *, backward: bool = False) -> Any:
-        with torch.enable_grad():
-            x = [each.detach().clone().requires_grad_() for each in heads]
-            made = [turned(each, cos, sin, turn) for each in x]
         used.append(turn)
-        return torch.autograd.grad(made, x, heads) if backward else tuple(each.detach() for each in made)
+        return by_torch(heads, cos, sin, turn, backward=backward)
 
     monkeypatch.setattr(kernels, "rotate", rotate)
     home = import_module(f"transformers.models.{family}.modeling_{family}")
