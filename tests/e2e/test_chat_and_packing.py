@@ -21,9 +21,9 @@ from harness.data.mixing import Joined
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer
-from tests.e2e.launching import SCRIPT, metrics
+from tests.e2e.launching import SCRIPT
 from tests.support.ranks import run_ranks, script_on_ranks
-from tests.support.training import by_torch, tiny_model
+from tests.support.training import by_torch, logged, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -68,7 +68,7 @@ def test_two_stages_learn_what_one_process_learns(runs: tuple[Path, Path, str]) 
     assert "tokens are in the loss (" in said and "[[It is 0.<|end-of-document|>]]" in said
     described = json.loads((staged / "run.json").read_text())["data"]
     assert sum(described["lengths"]["counts"]) == 40 and described["sources"][0]["learnt"] > 0
-    for mine, theirs in zip(metrics(staged), metrics(alone), strict=True):
+    for mine, theirs in zip(logged(staged), logged(alone), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-5)
     assert json.loads((staged / "run.json").read_text())["arguments"]["packing"] is True

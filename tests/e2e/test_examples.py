@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.launching import ROOT
 from tests.support.ranks import script_on_ranks
+from tests.support.training import logged
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -41,7 +41,7 @@ def start(name: str, *flags: object, script: Path | None = None) -> str:
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in logged(folder)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -64,7 +64,7 @@ def test_lora_on_conversations(tmp_path: Path) -> None:
 def test_a_list_of_layers_learns(tmp_path: Path) -> None:
     said = start("own_layers", "--output_dir", tmp_path)
     assert "stage 1 on rank 1" in said
-    (last,) = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    (last,) = logged(tmp_path, "evaluations")
     assert last["eval_loss"] < 0.05 < losses(tmp_path)[0]
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import ROOT, launch, metrics
+from tests.e2e.launching import ROOT, launch
+from tests.support.training import logged
 
 pytestmark = pytest.mark.ranks
 
@@ -75,7 +76,7 @@ def test_runs_save_resume_and_export(mounted: list[Path], tmp_path: Path) -> Non
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "cannot be" not in said, said
     for place in mounted:
-        assert [row["step"] for row in metrics(place / "run")] == [1, 2, 3, 4]
+        assert [row["step"] for row in logged(place / "run")] == [1, 2, 3, 4]
         assert (place / "run" / "model.safetensors").stat().st_size > 1000
         assert [path.name for path in (place / "run").glob("*checkpoint*")] == ["checkpoint-4"]
     if missing := {"ramfs", "fuse"} - {place.name for place in mounted}:

@@ -14,8 +14,9 @@ import pytest
 
 from harness.topology.env import free_port
 from tests.e2e.hosts import Hosts, missing, some_hosts
-from tests.e2e.launching import BIN, ROOT, SCRIPT, environment, metrics
+from tests.e2e.launching import BIN, ROOT, SCRIPT, environment
 from tests.e2e.test_pods import RANK
+from tests.support.training import logged
 
 ASKED = "TEST_HOSTS" in os.environ
 REASON = missing() if ASKED else "takes two minutes: set TEST_HOSTS=1"
@@ -53,7 +54,7 @@ def start(hosts: Hosts, count: int, run: Path, *flags: object) -> subprocess.Pop
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
     """Wait until a run has made a step."""
     until = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not (rows := metrics(run)) or rows[-1]["step"] < step:
+    while not (run / "metrics.jsonl").exists() or not (rows := logged(run)) or rows[-1]["step"] < step:
         assert process.poll() is None and time.monotonic() < until, process.communicate(timeout=60)[0]
         time.sleep(0.1)
 
@@ -77,17 +78,17 @@ def test_hosts_that_are_lost_are_named_and_the_run_goes_on_when_they_are_back(ho
     assert code and re.search("error: host host-2 has not answered for .* rank 2 in step", said), said
 
     process = start(hosts, 2, run)
-    first = metrics(run)[-1]["step"]
+    first = logged(run)[-1]["step"]
     wait_for_step(process, run, first + 6)
     hosts.hosts[1].cut_cable()
     said, code = end(process, hosts)
     hosts.hosts[1].join_cable()
     assert code and re.search("error: host host-1 has not answered for .* rank 1 in step", said), said
 
-    reached = metrics(run)[-1]["step"]
+    reached = logged(run)[-1]["step"]
     said, code = end(start(hosts, 2, run, "--max_steps", reached + 3), hosts, 120)
     assert code == 0, said
-    assert [row["step"] for row in metrics(run)] == list(range(1, reached + 4))
+    assert [row["step"] for row in logged(run)] == list(range(1, reached + 4))
     assert (run / "model.safetensors").exists()
 
 

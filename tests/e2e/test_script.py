@@ -15,8 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from harness.data.tokenizer import ByteTokenizer
-from tests.e2e.launching import ROOT, SCRIPT, environment, first_rank, launch, metrics
+from harness.topology.env import changed_environment
+from harness.train import main
+from tests.e2e.launching import ROOT, SCRIPT, environment, launch
 from tests.support.ranks import script_on_ranks
+from tests.support.training import logged
 
 pytestmark = pytest.mark.ranks
 
@@ -60,7 +63,7 @@ def test_the_user_sees_stages_loss_evaluation_and_where_the_results_lie(finished
 
 
 def test_metrics_have_one_object_a_step(finished: Any) -> None:
-    rows = metrics(finished[0])
+    rows = logged(finished[0])
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "consumed_samples"}
     on_device = {"device_memory_gib"} & set(rows[0])  # none on a CPU
@@ -120,34 +123,35 @@ def test_the_exported_model_gives_the_losses_that_the_run_saw(finished: Any, tex
 
 
 def test_a_resumed_run_goes_on_with_the_same_numbers(finished: Any, text: Path, tmp_path: Path) -> None:
-    folder, wanted = tmp_path / "run", metrics(finished[0])
+    folder, wanted = tmp_path / "run", logged(finished[0])
     folder.mkdir()
     shutil.copytree(finished[0] / "checkpoint-3", folder / "checkpoint-3")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wanted[:4]))
-    again = first_rank(2, *FLAGS, "--train_file", text, "--output_dir", folder)
+    again = script_on_ranks(2, SCRIPT, *FLAGS, "--train_file", text, "--output_dir", folder)
     assert again.returncode != 0
     assert "already holds a run" in again.stderr and "--resume_from_checkpoint auto" in again.stderr
     more = ("--train_file", text, "--output_dir", folder, "--resume_from_checkpoint", "auto")
     done = script_on_ranks(2, SCRIPT, *FLAGS, *more)
     assert done.returncode == 0, done.stderr
-    got = metrics(folder)
+    got = logged(folder)
     assert [row["step"] for row in got] == [1, 2, 3, 4, 5, 6]
     for mine, theirs in zip(got, wanted, strict=True):
         for key in ("loss", "grad_norm", "learning_rate", "consumed_samples"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
 
 
-def test_the_module_under_torchrun_and_plain_python_do_the_same(text: Path, tmp_path: Path) -> None:
+def test_the_module_under_torchrun_and_in_a_process_alone_do_the_same(text: Path, tmp_path: Path) -> None:
     flags = ("--train_file", text, "--block_size", 32, "--max_steps", 2, "--per_device_train_batch_size", 2)
-    done = launch(0, *flags, "--deepspeed_config", "zero3", "--output_dir", tmp_path / "plain")
-    assert done.returncode == 0, done.stderr
+    flags += ("--deepspeed_config", "zero3")
+    with changed_environment({}):  # a run says in it which rank it was
+        assert main(list(map(str, (*flags, "--output_dir", tmp_path / "plain")))) == 0
     command = ["torchrun", "--standalone", "--nproc_per_node", 1, "--module", "harness.train", *flags]
-    command += ["--deepspeed_config", "zero3", "--output_dir", tmp_path / "module"]
+    command += ["--output_dir", tmp_path / "module"]
     done = subprocess.run(
         list(map(str, command)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    plain, module = metrics(tmp_path / "plain"), metrics(tmp_path / "module")
+    plain, module = logged(tmp_path / "plain"), logged(tmp_path / "module")
     assert [row["loss"] for row in plain] == [row["loss"] for row in module]
 
 
@@ -173,9 +177,8 @@ BAD = {
 }
 
 
-LAUNCHED = {"missing config": 2}  # on so many ranks under the launcher, which starts the module
-# On so many ranks that need not import: the latest refusal, and those that are about the number of ranks.
-ON_RANKS = {"data smaller than a batch": 2, "more ranks than heads": 3, "world that does not fit": 3}
+LAUNCHED = "missing config"  # under the launcher, which starts the module; the others on ranks that need not import
+ON_THREE = ("more ranks than heads", "world that does not fit")
 
 
 @pytest.fixture(scope="module")
@@ -203,10 +206,10 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
     for name, value in defaults.items():
         if name not in filled:
             filled += [name, value]
-    if case in LAUNCHED:
-        done = launch(LAUNCHED[case], *filled, program=("--module", "harness.train"), timeout_s=60)
+    if case == LAUNCHED:
+        done = launch(2, *filled, program=("--module", "harness.train"), timeout_s=60)
     else:
-        done = script_on_ranks(ON_RANKS[case], SCRIPT, *filled) if case in ON_RANKS else first_rank(2, *filled)
+        done = script_on_ranks(3 if case in ON_THREE else 2, SCRIPT, *filled)
     assert done.returncode != 0
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr

@@ -45,7 +45,7 @@ def wheel(tmp_path_factory):
 def run(wheel, tmp_path_factory):
     """Run the environment's Python in an empty folder, with the installed wheel first on its path."""
     site, outside = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("outside")
-    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+    pip("install", "--no-deps", "--no-index", "--no-compile", "--target", site, wheel)
 
     def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": str(site), **environment}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.core import ROOT, copy_core
+from tests.support.core import copy_core
+from tests.support.ranks import script_on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -44,16 +45,17 @@ def python(house: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=house, env=env, capture_output=True, text=True, timeout=200)
 
 
-def losses(house: Path, output_dir: Path) -> list[float | None]:
-    done = python(house, "-c", TRAIN, str(output_dir))
+def losses(done: subprocess.CompletedProcess[str]) -> list[float | None]:
     assert done.returncode == 0, done.stderr
     found: list[float | None] = json.loads(done.stdout.partition("LOSSES ")[2])
     return found
 
 
 def test_it_trains_saves_and_resumes_to_the_same_losses(core: Path, tmp_path: Path) -> None:
-    alone = losses(core, tmp_path / "alone")
-    assert len(alone) > 4 and alone == losses(ROOT, tmp_path / "whole")
+    (tmp_path / "train.py").write_text(TRAIN)
+    alone = losses(python(core, str(tmp_path / "train.py"), str(tmp_path / "alone")))
+    whole = losses(script_on_ranks(1, tmp_path / "train.py", tmp_path / "whole"))
+    assert len(alone) > 4 and alone == whole
     assert (tmp_path / "alone" / "checkpoint-4").is_dir()
 
 

@@ -30,6 +30,8 @@ PRELOADED = (
     "tests.support.training",
 )
 OF_A_LAUNCH = {
+    "RANK",  # this and the next are those of each rank; a Trainer in the process of the tests has left its own
+    "LOCAL_RANK",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
     "MASTER_PORT",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -101,6 +102,11 @@ def steps_of(trainer: Trainer, steps: int = STEPS) -> Curve:
     """Train some steps; return the loss and gradient norm of each."""
     records = [trainer.training_step() for _ in range(steps)]
     return [(record.loss, record.grad_norm or 0.0) for record in records]
+
+
+def logged(run: str | Path, file: str = "metrics") -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl, one a step, or of its evaluations.jsonl or samples.jsonl."""
+    return [json.loads(line) for line in Path(run, f"{file}.jsonl").read_text().splitlines()]
 
 
 def train(job: Job, output_dir: str) -> Curve:
