@@ -14,13 +14,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from harness import Trainer
 from harness.extras.lora import Adaptation, lora_config
-from harness.hf.causal import assemble
 from harness.hf.skeleton import read_source
-from harness.parallel.comm import TensorParallel
-from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.shard import shard_of
 from tests.distributed.test_experts import FAMILIES as EXPERTS
 from tests.distributed.test_experts import SPREAD
+from tests.support.layers import build, prepare
 from tests.support.ranks import run_ranks
 from tests.support.training import STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
 
@@ -34,6 +32,9 @@ NF4 = {"bnb_4bit_quant_type": "nf4"}
 DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True}
 ALL = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
 DORA = {**ALL, "use_dora": True}
+SOME = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["input_layernorm"]}
+TIED = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"], "ensure_weight_tying": True}
+NOWHERE_WHOLE = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
 @dataclass(frozen=True)
@@ -136,16 +137,8 @@ def reference(job: LoraJob) -> Curve:
 
 def initial_adapters(job: LoraJob) -> dict[str, torch.Tensor]:
     """The adapters with which a run starts, by their names in the model."""
-    causal = assemble(
-        read_source(job.model),
-        tensor=TensorParallel.of(None),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=SEED,
-        finish=lambda layer: None,
-        adaptation=Adaptation(config=lora_config(LoraConfig(**job.peft))),
-    )
-    built = build_layers(causal.layers, 0, len(causal.layers), seed=0)
+    adaptation = Adaptation(config=lora_config(LoraConfig(**job.peft)))
+    built = build(prepare(read_source(job.model), seed=SEED, adaptation=adaptation))
     return {name: p.detach() for module in built.modules.values() for name, p in module.named_parameters()}
 
 
@@ -193,29 +186,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.thorough
 def test_adapters_train_alike_on_four_ranks(models: dict[str, str], tmp_path: Path) -> None:
-    nowhere_whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     zero_bubble = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1, "schedule": "zero-bubble"}}
     jobs = [LoraJob(models["llama"], "pp2tp2z1", zero_bubble)]
     jobs += [LoraJob(models["gpt2"], "tp4z1", peft=DORA), LoraJob(models["bloom"], "tp2dp2z2")]
-    jobs += [LoraJob(models["llama"], "tp2dp2z3", nowhere_whole, peft=DORA)]
+    jobs += [LoraJob(models["llama"], "tp2dp2z3", NOWHERE_WHOLE, peft=DORA)]
     cut_twice = [(family, "pp2tp2z1", SPREAD) for family in MIXED]
-    for family, layout, config in (*cut_twice, ("deepseek_v3", "tp2dp2z3", nowhere_whole)):
+    for family, layout, config in (*cut_twice, ("deepseek_v3", "tp2dp2z3", NOWHERE_WHOLE)):
         jobs.append(LoraJob(models[family], layout, config, loss=MOE_LOSS, norm=MOE_NORM))
     check(jobs, 4, tmp_path)
 
 
 def test_adapters_train_alike_on_two_ranks(models: dict[str, str], tmp_path: Path) -> None:
-    whole = {"pipeline": {"stages": 1, "activation_checkpoint_interval": 0}}
-    on_host = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")}
-    some = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["input_layernorm"]}
-    llama, qwen3 = models["llama"], models["qwen3"]
+    llama = models["llama"]
     jobs = [LoraJob(llama, "pp2z1", resumed=True), LoraJob(llama, "dp2z3", resumed=True, peft=DORA)]
-    jobs += [LoraJob(llama, "tp2z1")]
-    jobs += [LoraJob(llama, "dp2z3", {**whole, "zero_optimization": {"stage": 3, **on_host}})]
-    jobs += [LoraJob(qwen3, layout, peft=some) for layout in ("pp2z1", "dp2z3")]
-    tied = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"], "ensure_weight_tying": True}
-    jobs += [LoraJob(llama, layout, peft=tied) for layout in ("pp2z1", "tp2z1")]
-    nowhere_whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    jobs += [LoraJob(llama, "dp2z3", nowhere_whole, bits=DOUBLE, resumed=True), LoraJob(llama, "pp2z1", bits=NF4)]
-    jobs += [LoraJob(models[family], "tp2z1", bits=DOUBLE) for family in ("llama", "gpt2")]
+    jobs += [LoraJob(models["qwen3"], "dp2z3", peft=SOME), LoraJob(llama, "tp2z1", peft=TIED)]
+    jobs += [LoraJob(llama, "dp2z3", NOWHERE_WHOLE, bits=DOUBLE, resumed=True)]
+    jobs += [LoraJob(models["gpt2"], "tp2z1", bits=NF4)]
+    check(jobs, 2, tmp_path)
+
+
+@pytest.mark.thorough
+def test_adapters_train_alike_in_other_layouts_of_two_ranks(models: dict[str, str], tmp_path: Path) -> None:
+    llama = models["llama"]
+    on_host = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")}
+    whole = {"pipeline": {"stages": 1, "activation_checkpoint_interval": 0}}
+    jobs = [LoraJob(llama, "tp2z1"), LoraJob(llama, "dp2z3", {**whole, "zero_optimization": {"stage": 3, **on_host}})]
+    jobs += [LoraJob(models["qwen3"], "pp2z1", peft=SOME), LoraJob(llama, "pp2z1", peft=TIED)]
+    jobs += [LoraJob(llama, "pp2z1", bits=NF4), LoraJob(llama, "tp2z1", bits=DOUBLE)]
     check(jobs, 2, tmp_path)

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from harness import Trainer, TrainingArguments
+from harness.topology.env import changed_environment
 from harness.verify.trials.composition import Composition
 from harness.verify.trials.launch import run_on_ranks
 from harness.verify.trials.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.ranks
 
 FIXED = Path(__file__).parent / "compositions.txt"
 FRESH = 8
+SHARES = 6  # of the fixed compositions, the first of which is tried by default
 MODEL = "tiny-llama"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -39,11 +41,11 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.thorough) for third in (1, 2))])
-def test_the_fixed_compositions_come_to_the_numbers_of_one_process(third: int) -> None:
+@pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, SHARES))])
+def test_the_fixed_compositions_come_to_the_numbers_of_one_process(share: int) -> None:
     lines = [line for line in FIXED.read_text().splitlines() if line and not line.startswith("#")]
     verdicts = try_all(
-        [Composition.parse(line) for line in lines[third::3]], judge=Judge(strict=True), verify_plan=False
+        [Composition.parse(line) for line in lines[share::SHARES]], judge=Judge(strict=True), verify_plan=False
     )
     assert not [str(verdict) for verdict in verdicts if verdict.kind != RIGHT]
 
@@ -75,10 +77,9 @@ def test_a_config_is_certified_and_a_run_of_it_says_so(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(CONFIG))
-    assert (
-        verify(["--model_name_or_path", MODEL, "--deepspeed_config", str(config), "--output", f"{tmp_path}/c.json"])
-        == 0
-    )
+    words = ["--model_name_or_path", MODEL, "--deepspeed_config", str(config), "--output", f"{tmp_path}/c.json"]
+    with changed_environment({}):  # as it was afterwards: for another environment, `run_ranks` starts another server
+        assert verify(words) == 0
     certificate = json.loads((tmp_path / "c.json").read_text())
     assert certificate["verdict"] == "equal" and certificate["left_out"]
     whats = [row["what"] for row in certificate["compared"]]

@@ -110,40 +110,51 @@ def _trainer(job: PreferenceJob, output_dir: str, **more: Any) -> Trainer:
     )
 
 
-ON_2 = [
-    PreferenceJob("", "dp2z1", then="pp2z0"),
+FIRST = [
+    PreferenceJob("", "dp2z1", of={"beta": 0.5, "smoothing": 0.2}, then="pp2z0"),
     PreferenceJob("", "pp2z0", kind="orpo", of={"beta": 0.3}, then="tp2z1"),
-    PreferenceJob("", "tp2z0", kind="dpo", of={"beta": 0.5, "smoothing": 0.2}),
     PreferenceJob("", "cp2z0", kind="ipo", of={"beta": 0.5}),
-    PreferenceJob("", "cp2z1", kind="orpo"),
-    PreferenceJob("", "dp2z2", kind="orpo"),
     PreferenceJob("", "dp2z3", kind="simpo", of={"beta": 2.0}, micro=2),
     PreferenceJob("", "dp2z1", kind="kto", of={"beta": 0.5, "undesirable": 0.5}, micro=2),
-    PreferenceJob("", "pp2z0", kind="kto", of={"beta": 0.5}, micro=2),
     PreferenceJob("", "tp2z0", kind="orpo", config={"tiling": {"loss": 7}}),
     PreferenceJob("", "dp2z1", kind="simpo", of={"beta": 2.0}, streamed=True, then="pp2z0"),
-    PreferenceJob("", "tp2z0", adapters=True),
     PreferenceJob("", "dp2z3", adapters=True, then="pp2z1"),
 ]
-ON_4 = [
+OTHERS = [
+    PreferenceJob("", "tp2z0"),
+    PreferenceJob("", "cp2z1", kind="orpo"),
+    PreferenceJob("", "dp2z2", kind="orpo"),
+    PreferenceJob("", "pp2z0", kind="kto", of={"beta": 0.5}, micro=2),
+    PreferenceJob("", "tp2z0", adapters=True),
+]
+ON_FOUR = [
     PreferenceJob("", "pp2tp2z0"),
     PreferenceJob("", "pp2dp2z1", kind="kto", of={"beta": 0.5}, micro=2),
     PreferenceJob("", "tp2cp2z1", kind="dpo", config={"tiling": {"loss": 5}}),
 ]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Step]]]:
-    """By the job's name, what each rank has found."""
-    names = {}
-    for ranks, jobs in ((2, ON_2), (4, ON_4)):
-        of_ranks = run_ranks(ranks, train_all, jobs, str(tmp_path_factory.mktemp("runs")), timeout_s=400)
-        names |= {job.name: [steps[index] for steps in of_ranks] for index, job in enumerate(jobs)}
-    return names
+@pytest.mark.parametrize(
+    ("ranks", "jobs"),
+    [
+        pytest.param(2, FIRST, id="each loss"),
+        pytest.param(2, OTHERS, id="other layouts", marks=pytest.mark.thorough),
+        pytest.param(4, ON_FOUR, id="four ranks", marks=pytest.mark.thorough),
+    ],
+)
+def test_every_layout_trains_as_the_formulas(ranks: int, jobs: list[PreferenceJob], tmp_path: Path) -> None:
+    of_ranks = run_ranks(ranks, train_all, jobs, str(tmp_path), timeout_s=400)
+    for job, *of_job in zip(jobs, *of_ranks, strict=True):
+        wanted = by_formulas(job)
+        for steps in of_job:
+            for row, expected in zip(steps, wanted, strict=job.kind != "kto"):
+                assert {name: row[name] for name in expected} == pytest.approx(expected, rel=3e-4, abs=3e-5), job.name
+            losses = [row["loss"] for row in steps[:STEPS]]
+            assert losses == pytest.approx([each["loss"] for each in wanted[:STEPS]], rel=3e-6), job.name
 
 
-@pytest.mark.parametrize("job", [*ON_2, *ON_4], ids=lambda job: job.name)
-def test_every_layout_trains_as_the_formulas(job: PreferenceJob, found: dict[str, list[list[Step]]]) -> None:
+def by_formulas(job: PreferenceJob) -> list[Step]:
+    """What the steps of a job, and its evaluation unless it is of kto, come to."""
     whole = model(job.adapters)
     before = copy.deepcopy(whole)
     if job.adapters:
@@ -152,8 +163,4 @@ def test_every_layout_trains_as_the_formulas(job: PreferenceJob, found: dict[str
     wanted = trained(whole, job.kind, steps=STEPS, batch=BATCH, before=before, **how, **job.of)
     if job.kind != "kto":
         wanted.append({f"eval_{name}": value for name, value in evaluated(whole, before, job.kind, **job.of).items()})
-    for steps in found[job.name]:
-        for row, expected in zip(steps, wanted, strict=job.kind != "kto"):
-            assert {name: row[name] for name in expected} == pytest.approx(expected, rel=3e-4, abs=3e-5)
-        losses = [row["loss"] for row in steps[:STEPS]]
-        assert losses == pytest.approx([each["loss"] for each in wanted[:STEPS]], rel=3e-6)
+    return wanted
