@@ -67,6 +67,25 @@ def test_recomputed_layers_keep_their_input_and_one_layer_in_whole() -> None:
     assert stage_activations(work, strategy, stage, 0) == 4 * 2 * 2048 * 2 * 1024 + whole
 
 
+@pytest.mark.parametrize(
+    ("strategy", "bytes_each"),
+    [
+        pytest.param(Strategy(), 0, id="read once"),
+        pytest.param(Strategy(accumulation=2), 2, id="several micro-batches"),
+        pytest.param(Strategy(recompute="full"), 2, id="recomputed"),
+        pytest.param(Strategy(accumulation=2, zero_stage=3, dp_size=2), 0, id="gathered each time"),
+    ],
+)
+def test_codes_of_weights_in_fp8_are_kept_if_a_step_reads_them_again(strategy: Strategy, bytes_each: int) -> None:
+    shape = gpt(1024, 8)
+    (stage,) = stages_of(shape, 1, "balanced", 2048, checkpointed=False)
+    wide, narrow = (
+        stage_memory(Workload(shape=shape, sequence=2048, precision=precision), strategy, stage, 0).parameters
+        for precision in ("bf16", "fp8")
+    )
+    assert narrow - wide == bytes_each * 4 * 12 * 1024**2  # matrices of four layers
+
+
 def test_a_layer_of_experts_keeps_the_tokens_that_are_sent_to_them() -> None:
     shape = decoder_of(MOE, "mixtral")
     layer, work = shape.layers[0], Workload(shape=shape, sequence=16, habits=FUSED)
