@@ -15,7 +15,7 @@ accumulated as if it had come at once. Until then autograd calls these hooks wit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeAlias
@@ -74,16 +74,6 @@ def accumulate(products: list[Product]) -> None:
         roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
     if roots:
         torch.autograd.backward(roots)
-
-
-def accumulate_gradients(weights: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
-    """Accumulate gradients that are computed already in the parameters that `weights` are, or are views of.
-
-    Empties the list: autograd copies a gradient to which others refer.
-    """
-    with torch.enable_grad():
-        root = apply(_Given, gradients, *weights)
-    torch.autograd.backward([root], [torch.empty_like(root)])  # whose value nobody reads
 
 
 def attach(module: nn.Module, gradients: DeferredGradients) -> None:
@@ -215,22 +205,6 @@ class _Later(torch.autograd.Function):
         x, grad = ctx.product
         del ctx.product
         return _weight_gradient(x, grad, transposed=ctx.transposed), None, None
-
-
-class _Given(torch.autograd.Function):
-    """Return a scalar whose gradients with respect to weights are the given ones."""
-
-    @staticmethod
-    def forward(ctx: Context, gradients: list[Tensor | None], *weights: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return weights[0].new_empty(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, _one: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = tuple(ctx.gradients)
-        ctx.gradients.clear()
-        return None, *gradients
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor:

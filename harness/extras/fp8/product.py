@@ -28,12 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from harness.extras.fp8.accumulation import accumulate_gradients
 from harness.extras.fp8.e4m3 import Codes
 from harness.extras.fp8.operations import AT_ONCE, largest_of_rows, round_rows, round_rows_and_columns
 from harness.parallel.collectives import all_reduce_max
 from harness.parallel.comm import Context, apply, group_size
 from harness.parallel.compiling import Eager
-from harness.parallel.weight_gradients import accumulate_gradients, is_parameter
+from harness.parallel.weight_gradients import is_parameter
 from harness.resilience.process.activity import ACTIVITY
 
 Multiply: TypeAlias = Callable[[Codes, Codes, torch.dtype], Tensor]
