@@ -17,6 +17,8 @@ from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checking import check
 from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
+from harness.extras.fusing.fused import RMSNorm
+from harness.extras.fusing.liger import FusedModule, LigerKernels
 from harness.parallel.compiling import Eager, compile_modules, waits_for_compiler
 from harness.training.engine.spec import LayerTraits
 from harness.training.prepare.trainable import require_compilable
@@ -98,6 +100,39 @@ def tokens(length: int) -> dict[str, list[int]]:
     return {"input_ids": [(7 * place + length) % 250 for place in range(length)]}
 
 
+def packed(*lengths: int) -> dict[str, list[int]]:
+    """Documents of these lengths in one sample."""
+    return {
+        name: [value for length in lengths for value in values(length)]
+        for name, values in (("input_ids", lambda n: tokens(n)["input_ids"]), ("position_ids", lambda n: [*range(n)]))
+    }
+
+
+def graphs_of_steps(folder: Path, rows: list[dict[str, list[int]]], backend: str, **flags: Any) -> list[int]:
+    """Train a step on each row; return how many graphs had been compiled after each step."""
+    counted: list[int] = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            counted.append(counters["stats"]["unique_graphs"])
+
+    reset()
+    counters.clear()
+    config = {"train_micro_batch_size_per_gpu": 1, "compile": {"enabled": True, "backend": backend}}
+    args = TrainingArguments(
+        str(folder),
+        deepspeed_config=config,
+        max_steps=len(rows),
+        save_steps=0,
+        gradient_accumulation_steps=1,
+        **flags,
+    )
+    with closing(Trainer(model_of("qwen3").config, args, rows, rows[:1] if "eval_steps" in flags else None)) as trainer:
+        trainer.add_callback(Count())
+        trainer.train()
+    return counted
+
+
 @pytest.mark.usefixtures("never_split")
 @pytest.mark.parametrize(
     ("lengths", "flags", "graphs"),
@@ -112,25 +147,30 @@ def tokens(length: int) -> dict[str, list[int]]:
 def test_layers_that_are_alike_are_compiled_once_and_once_more_for_all_lengths(
     lengths: list[int], flags: dict[str, Any], graphs: list[int], tmp_path: Path
 ) -> None:
-    counted: list[int] = []
+    assert graphs_of_steps(tmp_path, [tokens(length) for length in lengths], "eager", **flags) == graphs
 
-    class Count(TrainerCallback):
-        def on_step_end(self, *_: object, **__: object) -> None:
-            counted.append(counters["stats"]["unique_graphs"])
 
-    reset()
-    counters.clear()
-    config = {"train_micro_batch_size_per_gpu": 1, "compile": {"enabled": True, "backend": "eager"}}
-    args = TrainingArguments(
-        str(tmp_path),
-        deepspeed_config=config,
-        max_steps=len(lengths),
-        save_steps=0,
-        gradient_accumulation_steps=1,
-        **flags,
+DOCUMENTS = [(6, 4), (3, 9), (5, 5, 7), (20,), (2, 2, 2), (11, 14)]
+"""Lengths of the documents of samples, whose own lengths differ too."""
+
+
+@pytest.mark.usefixtures("never_split")
+def test_packed_documents_of_any_lengths_are_compiled_as_samples_of_any_length(tmp_path: Path) -> None:
+    rows = [packed(*lengths) for lengths in DOCUMENTS]
+    assert graphs_of_steps(tmp_path, rows, "eager", packing=True) == [1, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.usefixtures("never_split")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_kernels_of_liger_are_compiled_as_often_as_the_layers_are_without_them(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an autograd function like Liger's in each norm, as Liger itself needs a GPU."""
+    norms = [name for name, module in model_of("qwen3").named_modules() if "RMSNorm" in type(module).__name__]
+    norm = FusedModule(
+        forward=lambda module, x: RMSNorm.apply(x, module.weight, module.variance_epsilon), attributes={}
     )
-    rows = [tokens(length) for length in lengths]
-    with closing(Trainer(model_of("qwen3").config, args, rows, rows[:1] if "eval_steps" in flags else None)) as trainer:
-        trainer.add_callback(Count())
-        trainer.train()
-    assert sorted(counted) == counted == graphs
+    found = LigerKernels(dict.fromkeys(norms, norm))
+    monkeypatch.setattr("harness.extras.fusing.liger.find_kernels", lambda *_: found)
+    rows = [tokens(length) for length in (6, 9, 14, 20)]
+    assert graphs_of_steps(tmp_path, rows, backend, use_liger_kernel=True) == [1, 2, 2, 2]
