@@ -34,12 +34,18 @@ def exact_norm(model_dir: str) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def test_the_norm_of_a_large_tensor_is_exact_in_every_stage_and_layout(large: str, tmp_path: Path) -> None:
+FIRST, OTHERS = ("pp2z1", "tp2z2", "dp2z0", "dp2z3"), ("pp2z0", "tp2z0", "dp2z1")
+
+
+@pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+def test_the_norm_of_a_large_tensor_is_exact_in_every_stage_and_layout(
+    layouts: tuple[str, ...], large: str, tmp_path: Path
+) -> None:
     wanted = exact_norm(large)
-    layouts = ("pp2z0", "pp2z1", "tp2z0", "tp2z2", "dp2z0", "dp2z1", "dp2z3")
     jobs = [Job(large, layout, arguments=ONE_STEP) for layout in layouts]
-    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    jobs.append(Job(large, "dp2z2", offloaded, ONE_STEP))
+    if layouts is OTHERS:
+        offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+        jobs.append(Job(large, "dp2z2", offloaded, ONE_STEP))
     curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
     off = {f"{job.layout} {job.config}": curve[0][1] / wanted - 1 for job, curve in zip(jobs, curves, strict=True)}
     assert max(map(abs, off.values())) < NORM, off
