@@ -25,11 +25,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from harness.config.model.sharding import Heads, Range
 from harness.context_parallel.exchange import exchange_heads, exchange_tokens
+from harness.context_parallel.tiles import computed_again
 from harness.parallel.comm import Context, apply
 from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.sequence_shards import ContextParallel
 from harness.parallel.dropout import expect_heads
-from harness.parallel.tiles import computed_again
 from harness.parallel.values import Argument, Keyword, Positional
 
 _active: ContextVar[SharedAttention | None] = ContextVar("attention over shards", default=None)

@@ -20,7 +20,7 @@ from transformers.core_model_loading import build_glob_alternation
 from harness.config.model.facts import experts_of
 from harness.errors import UserError
 from harness.hf.adapters import Adapters, plain_name
-from harness.hf.context.plan import UNSPLIT, MakeShardedLayer, TokenSplit, TokenSplitSupport
+from harness.hf.context.plan import UNSPLIT, TokenSplit
 from harness.hf.context.sequence import SharedSequence
 from harness.hf.decoder import (
     Blueprint,
@@ -58,7 +58,6 @@ from harness.hf.weights.layer_weights import (
 )
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.sequence_shards import ContextParallel
-from harness.parallel.dropout import has_dropout
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
@@ -363,50 +362,22 @@ def _computing_apart(
 
     `tensor` is the tensor-parallel group if sequence parallelism splits the tokens over it, else None.
     """
-    outer, shares = blueprint.outer, apart.context is not None or apart.attention_tile > 0
-    if not apart.plan.whole:  # a rank that computes all tokens needs whole masks
+    outer, plan = blueprint.outer, apart.plan
+    blueprint = replace(blueprint, sequence=_shared_sequence(outer, tensor, apart))
+    if not apart.is_any:
+        return blueprint
+    assert plan.sharded_layers is not None and plan.tiling is not None  # as of every plan that a trial has made
+    shares = apart.context is not None or apart.attention_tile > 0
+    if not plan.whole:  # a rank that computes all tokens needs whole masks
         outer.mask_queries = apart.attention_tile
     return replace(
         blueprint,
-        sequence=_shared_sequence(outer, tensor, apart),
         context=apart.context,
-        plan=apart.plan if shares or apart.block_tile else None,
-        shard_layer=_shard_layer(outer, apart.plan) if shares and not apart.plan.whole else None,
-        loss_tiles=_loss_tiles(outer, apart, whole_logits=whole_logits),
-        block_tile=apart.block_tile,
+        plan=plan if shares or apart.block_tile else None,
+        shard_layer=plan.sharded_layers(outer) if shares and not plan.whole else None,
+        loss_tiles=plan.tiling.loss_tiles(outer, apart, whole_logits=whole_logits),
+        tile_block=partial(plan.tiling.tile_block, tokens=apart.block_tile) if apart.block_tile else None,
     )
-
-
-def _shard_layer(outer: OuterForward, plan: TokenSplitSupport) -> MakeShardedLayer:
-    assert plan.sharded_layers is not None  # as of every plan that a trial has made
-    return plan.sharded_layers(outer)
-
-
-def _loss_tiles(outer: OuterForward, apart: TokenSplit, *, whole_logits: bool) -> LossTiles | None:
-    """Return the switch by which the epilogue computes the loss in tiles; None if it always returns logits.
-
-    Raises UserError for tiles of the loss or of blocks that would change numbers.
-    """
-    if outer.uses_rng and (apart.attention_tile or apart.block_tile):
-        drawing = "attention" if apart.attention_tile else "feed_forward"
-        raise UserError(
-            f"tiling.{drawing}: the model uses dropout or other random numbers, which tiles would change; set its "
-            "dropout rates and --neftune_noise_alpha to 0, or remove it"
-        )
-    if not apart.loss_tile:
-        return None
-    if whole_logits:
-        raise UserError(
-            "tiling.loss does not work with your own loss or label smoothing, which need all logits: remove tiling.loss"
-        )
-    if apart.plan.obstacle:
-        raise UserError(
-            f"tiling.loss: {outer.described} {apart.plan.obstacle}, so the loss cannot be computed in tiles: remove "
-            "tiling.loss"
-        )
-    if any(map(has_dropout, outer.epilogue.values())):
-        raise UserError("tiling.loss: the model uses dropout after its last layer, which tiles would change: remove it")
-    return LossTiles(apart.loss_tile)
 
 
 def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: TokenSplit) -> SharedSequence | None:

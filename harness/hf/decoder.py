@@ -38,7 +38,7 @@ from harness.parallel.plans.plan import wildcard
 from harness.parallel.plans.sequence import share_sequence
 from harness.parallel.tensor.sequence import widths_of
 from harness.parallel.tensor.shard import shard_of
-from harness.parallel.tiles import LossTiles, tile_block
+from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 
 
@@ -98,7 +98,7 @@ class Blueprint:
         plan: which modules can compute a subset of the tokens; None without context ranks and tiles in layers.
         shard_layer: has a layer run on a shard; None where no layer can.
         loss_tiles: lets the epilogue compute the loss in tiles of tokens.
-        block_tile: number of tokens that feed-forward blocks and norms compute at a time; 0 for all.
+        tile_block: has a feed-forward block or norm compute a tile of tokens at a time; None for all tokens at once.
     """
 
     outer: OuterForward
@@ -116,7 +116,7 @@ class Blueprint:
     plan: TokenSplitSupport | None = None
     shard_layer: MakeShardedLayer | None = None
     loss_tiles: LossTiles | None = None
-    block_tile: int = 0
+    tile_block: Callable[[nn.Module], None] | None = None
 
     @property
     def schema(self) -> PayloadSpec:
@@ -256,8 +256,9 @@ class DecoderLayer(ModelLayer):
         if self.context_layer is not None:
             self.context_layer.gather_blocks()
         # Tiles replace the forward itself, so the hooks above run once per block, not once per tile.
-        for block in tiled:
-            tile_block(layer.get_submodule(block), blueprint.block_tile)
+        if blueprint.tile_block is not None:
+            for block in tiled:
+                blueprint.tile_block(layer.get_submodule(block))
 
     def compiled_parts(self) -> Sequence[nn.Module]:
         return [self.get_submodule(self.name)]
@@ -510,7 +511,7 @@ def _leaves(outer: OuterForward, index: int, tiled: Collection[str]) -> list[str
 
 def _tiled_blocks(blueprint: Blueprint, index: int) -> list[str]:
     """Return the names of the blocks in decoder layer `index` that are computed in tiles."""
-    if not blueprint.block_tile or blueprint.plan is None:
+    if blueprint.tile_block is None or blueprint.plan is None:
         return []
     layer, capture = blueprint.outer.layers[index], blueprint.capture
     named = ((name, layer.get_submodule(name)) for name in sorted(blueprint.plan.alone_in(layer)))

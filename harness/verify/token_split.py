@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PretrainedConfig, PreTrainedModel
 
+from harness.context_parallel import tiles
 from harness.context_parallel.arguments import SplitArguments
 from harness.context_parallel.attention import SharedAttention
 from harness.context_parallel.layer import sharded_layers
@@ -42,7 +43,7 @@ TRIED = ContextParallel(rank=1, size=3)  # a shard that is neither at the beginn
 def token_split_support(config: PretrainedConfig) -> TokenSplitSupport:
     """Return the plan that trials on a tiny copy give, cached. If no copy runs, all modules need all tokens."""
     tried = _Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config)
-    return replace(_plan(tried), sharded_layers=sharded_layers)
+    return replace(_plan(tried), sharded_layers=sharded_layers, tiling=tiles)
 
 
 @dataclass(frozen=True)

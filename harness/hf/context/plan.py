@@ -1,6 +1,6 @@
-"""The parts of a model that can compute a subset of the tokens at a time, and the interface of a layer on a shard.
+"""The parts of a model that can compute a subset of the tokens at a time, and the interfaces to do so.
 
-`harness/verify/token_split.py` finds the former by trial on a tiny copy; `harness/context_parallel/` runs the layers.
+`harness/verify/token_split.py` finds the former by trial on a tiny copy; `harness/context_parallel/` runs them so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
 from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.sequence_shards import ContextParallel
+from harness.parallel.tiles import LossTiles
 
 
 class ShardedLayer(Protocol):
@@ -37,6 +38,22 @@ MakeShardedLayer: TypeAlias = Callable[[nn.Module, Collection[str], int, Context
 """Arguments: the layer, the names of its blocks that need all tokens, its index, and the context-parallel group."""
 
 
+class Tiling(Protocol):
+    """Computes parts of a model for one tile of the tokens at a time."""
+
+    def loss_tiles(self, outer: OuterForward, apart: TokenSplit, *, whole_logits: bool) -> LossTiles | None:
+        """Return what computes the loss in tiles; None if it needs no tiles.
+
+        `whole_logits`: whether the loss needs all logits. Raises UserError if tiles would change numbers.
+        """
+
+    def tile_block(self, block: nn.Module, tokens: int) -> None:
+        """Make a module that computes each token alone process `tokens` tokens at a time."""
+
+    def idle_tiles(self, apart: TokenSplit, layers: Sequence[nn.Module], attention: str | None) -> Iterator[str]:
+        """Yield the keys of tile sizes that have no effect on `layers`, each with the reason, as a clause."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenSplitSupport:
     """Which parts of a model can compute a shard of the tokens.
@@ -50,6 +67,7 @@ class TokenSplitSupport:
         whole: whether every rank computes all tokens in all layers, because the model passes on more than a hidden
             state.
         sharded_layers: returns what runs the layers on a shard; None if nothing was tried.
+        tiling: computes the loss and blocks in tiles; None if nothing was tried.
     """
 
     gathered: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
@@ -59,6 +77,7 @@ class TokenSplitSupport:
     obstacle: str = "was not tried on a tiny copy"
     whole: bool = False
     sharded_layers: Callable[[OuterForward], MakeShardedLayer] | None = None
+    tiling: Tiling | None = None
 
     @property
     def epilogue(self) -> bool:
@@ -116,25 +135,6 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
     return type(layer).__name__, tuple(
         (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
     )
-
-
-def idle_tiles(apart: TokenSplit, layers: Sequence[nn.Module], attention: str | None) -> Iterator[str]:
-    """Yield the keys of tile sizes that have no effect on `layers`, each with the reason, as a clause.
-
-    Args:
-        attention: the model's attention implementation.
-    """
-    plan = apart.plan
-    if apart.block_tile and not any(map(plan.alone_in, layers)):
-        yield "tiling.feed_forward has no effect: no block of its layers computes each token by itself"
-    if not apart.attention_tile:
-        return
-    if attention not in (None, "sdpa", "eager"):
-        yield f"tiling.attention has no effect: {attention} builds no mask of all pairs of tokens"
-    elif plan.whole:
-        yield "tiling.attention has no effect: its layers pass on more than a hidden state and build whole masks"
-    elif not any(kind_of_layer(layer) in plan.attending for layer in layers):
-        yield "tiling.attention has no effect: its layers do not use transformers' attention interface"
 
 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import AttentionMaskInterface, packed_sequence_compatibility_function
 
-from harness.parallel.tiles import tiles
 from harness.parallel.values import Argument, Keyword
 
 _queries: ContextVar[int] = ContextVar("queries of a mask that is made at a time", default=0)
@@ -64,8 +63,9 @@ class MaskRows:
         The host waits for the device here, so this is computed once for all layers that share the mask.
         """
         ends = []
-        for start, stop in tiles(self.given["q_length"], self.queries):
-            rows = self.rows(start, stop)
+        length = self.given["q_length"]
+        for start in range(0, length, self.queries):
+            rows = self.rows(start, min(start + self.queries, length))
             # A float mask (eager attention) is added to the scores: it is 0 where a query sees a key.
             sees = (rows if rows.dtype == torch.bool else rows == 0).flatten(0, -2).any(0).byte()
             ends.append(torch.stack([sees.argmax(), len(sees) - sees.flip(0).argmax()]))

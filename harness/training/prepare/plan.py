@@ -212,6 +212,8 @@ def _require_parts(args: TrainingArguments, parts: Parts, resolved: Resolved) ->
         needed(parts.read_ahead, "--dataloader_num_workers", "harness.extras")
     if args.nonfinite == "rollback":
         needed(parts.rollback, "--nonfinite rollback", "harness.extras")
+    if resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile:
+        needed(parts.plan_tokens, "tiling", "harness.verify")
     if args.rebalance_steps:
         needed(parts.rebalancer, "--rebalance_steps", "harness.extras")
     if parts.monitors is None and monitor_sections(args, args.output_dir, resolved.config):

@@ -25,7 +25,7 @@ from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import UNSPLIT, TokenSplit, idle_tiles
+from harness.hf.context.plan import UNSPLIT, TokenSplit
 from harness.hf.decoder import DecoderLayer
 from harness.hf.forward.routers import FindRouters
 from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
@@ -210,8 +210,9 @@ def trainable_decoder(
     )
     _require_kept(causal.in_fp32, spec, groups.rank)
     _require_gradients(causal, spec)
-    if groups.rank == 0:
-        for reason in idle_tiles(causal.apart, causal.outer.layers, attention_of(source.config)):
+    tiling = causal.apart.plan.tiling
+    if groups.rank == 0 and tiling is not None:
+        for reason in tiling.idle_tiles(causal.apart, causal.outer.layers, attention_of(source.config)):
             warn(f"model type {source.config.model_type!r}: {reason}")
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} has no router loss")

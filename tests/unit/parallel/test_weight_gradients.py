@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from harness.context_parallel.tiles import tile_block
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from harness.parallel.tiles import tile_block
 from harness.parallel.weight_gradients import DeferredGradients, attach
 
 MICRO_BATCHES = 3

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
+from harness.context_parallel.tiles import TiledLoss, tile_block, tiles
 from harness.dry_run.ledger import Ledger
 from harness.hf.causal import assemble
 from harness.hf.context.plan import TokenSplit
@@ -15,7 +16,6 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-from harness.parallel.tiles import LossTiles, tile_block, tiles
 from harness.topology.layout import Layout
 from harness.verify.token_split import token_split_support
 
@@ -87,7 +87,7 @@ def test_the_inside_of_a_block_is_there_for_a_tile_alone() -> None:
 
 def loss_peak(length: int, tile: int) -> int:
     head, norm = nn.Linear(WIDTH, VOCABULARY), nn.LayerNorm(WIDTH)
-    loss = LossTiles(tile, lambda logits, _start, _stop: logits.logsumexp(-1).sum())
+    loss = TiledLoss(tile, lambda logits, _start, _stop: logits.logsumexp(-1).sum())
 
     def run() -> None:
         hidden = torch.zeros(1, length, WIDTH, requires_grad=True)
@@ -115,7 +115,7 @@ def test_logits_are_computed_twice_and_let_go() -> None:
         return vocab_parallel_cross_entropy(logits, labels[:, start:stop], None, VOCABULARY).sum()
 
     hidden = torch.randn(1, 4 * TILE, WIDTH, requires_grad=True)
-    LossTiles(TILE, loss_of).sum(hidden, logits_of).backward()
+    TiledLoss(TILE, loss_of).sum(hidden, logits_of).backward()
     assert calls == [TILE] * 8
     found, hidden.grad = hidden.grad, None
     torch.nn.functional.cross_entropy(head(norm(hidden))[0], labels[0], reduction="sum").backward()
