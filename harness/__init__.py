@@ -13,7 +13,7 @@ _HOMES = {
     "ColumnParallelLinear": "harness.parallel.tensor.layers",
     "ConfigError": "harness.config.text.diagnostic",
     "Diagnostic": "harness.config.text.diagnostic",
-    "EarlyStoppingCallback": "harness.training.callbacks.early_stopping",
+    "EarlyStoppingCallback": "harness.extras.early_stopping",
     "LoraArguments": "harness.arguments.themes.lora",
     "PreferenceArguments": "harness.arguments.themes.preferences",
     "Preferences": "harness.preferences.objective",

@@ -10,6 +10,7 @@ from harness.config.text.document import load as load
 from harness.data.tokenizer import ByteTokenizer as ByteTokenizer
 from harness.errors import UserError as UserError
 from harness.errors import UserErrors as UserErrors
+from harness.extras.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
 from harness.installed import TrainingArguments as TrainingArguments
 from harness.installed import read_run_config as read_run_config
 from harness.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
@@ -20,6 +21,5 @@ from harness.training.callbacks import StepRecord as StepRecord
 from harness.training.callbacks import TrainerCallback as TrainerCallback
 from harness.training.callbacks import TrainerControl as TrainerControl
 from harness.training.callbacks import TrainerState as TrainerState
-from harness.training.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
 
 __version__: str

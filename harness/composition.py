@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.arguments.themes.preferences import PreferenceArguments
@@ -44,8 +45,9 @@ def _with_data(parts: Parts) -> Parts:
 
 
 def _with_extras(parts: Parts) -> Parts:
-    from harness.extras import output_checks
+    from harness.extras import best_model, output_checks
     from harness.extras.compression import of_run as compression
+    from harness.extras.early_stopping import EarlyStoppingCallback
     from harness.extras.expert_exchange.exchange import exchange_tokens
     from harness.extras.exporting.exporter import Exporter
     from harness.extras.fp8.layers import fp8_layers
@@ -65,7 +67,9 @@ def _with_extras(parts: Parts) -> Parts:
     return replace(
         parts,
         adapters=adapted,
+        best_model=best_model,
         compression=compression,
+        early_stopping=EarlyStoppingCallback,
         exporting=Exporter,
         fp8=fp8_layers,
         fusing=fusing,
@@ -88,7 +92,8 @@ def _with_huggingface(parts: Parts) -> Parts:
     from harness.command_line.other_programs import notes
     from harness.huggingface.callbacks import accept_callback
 
-    return replace(parts, argument_notes=notes, accept_callback=accept_callback)
+    accept = partial(accept_callback, early_stopping=parts.early_stopping)
+    return replace(parts, argument_notes=notes, accept_callback=accept)
 
 
 def _with_planner(parts: Parts) -> Parts:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from harness.errors import UserError
 from harness.training.callbacks import MOMENTS, TrainerCallback, parameters_of
-from harness.training.callbacks.early_stopping import EarlyStoppingCallback
+from harness.training.parts import needed
 
 NOT_GIVEN = {
     "tokenizer": "name it processing_class",
@@ -22,13 +24,15 @@ NOT_CALLED = {
 """HuggingFace's callback methods that are never called here -> what to use instead."""
 
 
-def accept_callback(callback: TrainerCallback) -> TrainerCallback:
-    """Return the callback to call for a user's.
+def accept_callback(
+    callback: TrainerCallback, early_stopping: Callable[[int, float], TrainerCallback] | None = None
+) -> TrainerCallback:
+    """Return the callback to call for a user's; `early_stopping` makes the harness's for a patience and a threshold.
 
     Raises UserError if it has a method that is never called here, or takes a keyword that is never passed.
     """
     _require_called(callback)
-    return _own_early_stopping(callback)
+    return _own_early_stopping(callback, early_stopping)
 
 
 def _require_called(callback: TrainerCallback) -> None:
@@ -44,7 +48,9 @@ def _require_called(callback: TrainerCallback) -> None:
             raise UserError(f"callback {where} takes {keyword}: {NOT_GIVEN[keyword]}")
 
 
-def _own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
+def _own_early_stopping(
+    callback: TrainerCallback, early_stopping: Callable[[int, float], TrainerCallback] | None
+) -> TrainerCallback:
     """Replace transformers' EarlyStoppingCallback by ours; return any other callback unchanged.
 
     The one in transformers minimises every metric unless `greater_is_better` is given, and a resume resets its count.
@@ -53,4 +59,5 @@ def _own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
     if (kind.__module__, kind.__name__) != ("transformers.trainer_callback", "EarlyStoppingCallback"):
         return callback
     theirs = vars(callback)
-    return EarlyStoppingCallback(theirs["early_stopping_patience"], theirs["early_stopping_threshold"] or 0.0)
+    make = needed(early_stopping, "EarlyStoppingCallback", "harness.extras")
+    return make(theirs["early_stopping_patience"], theirs["early_stopping_threshold"] or 0.0)

@@ -54,7 +54,6 @@ from harness.training.callbacks import (
     reads_between_steps,
     take_out,
 )
-from harness.training.callbacks.early_stopping import EarlyStoppingCallback
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
@@ -67,7 +66,6 @@ from harness.training.prepare.preparation import prepare_run, release
 from harness.training.prepare.run import NOTHING_DUE
 from harness.training.prepare.trainable import Model
 from harness.training.recording.recorder import Recorder
-from harness.training.saving.best_model import load_best, note_evaluation
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import begin_or_resume, resume_named
@@ -205,11 +203,12 @@ class Trainer:
 
     def _all_callbacks(self, own: Sequence[TrainerCallback], profiler: TrainerCallback | None) -> list[TrainerCallback]:
         """Return the callbacks of the run in the order in which they are called."""
-        show, patience = self.parts.progress, self.run.spec.args.early_stopping_patience
+        show, stop_early = self.parts.progress, self.parts.early_stopping
+        patience = self.run.spec.args.early_stopping_patience
         callbacks = [
             None if show is None else show(self.run.console, self.run.trainable.speed_unit),
             *own,
-            EarlyStoppingCallback(patience) if patience else None,
+            stop_early(patience) if patience and stop_early is not None else None,
             profiler,
             self._pushing,
         ]
@@ -431,7 +430,8 @@ class Trainer:
                 metrics = broadcast_object(recorder.evaluation(self.evaluate))
             # A signal has interrupted the evaluation: the resumed run must repeat it.
             self.run.evaluation_due = metrics is None
-            note_evaluation(self.args, self.state, control, metrics)
+            if self.parts.best_model is not None and metrics is not None:
+                self.parts.best_model.note_evaluation(self.args, self.state, control, metrics)
             stop = self._agree_on_control()
         if stop or control.should_save or save:
             control.should_save = False
@@ -486,8 +486,9 @@ class Trainer:
         self.nonfinite.summary(self.state.global_step)
         # As in HuggingFace, before `on_train_end`, in which a callback may export the model.
         if not stop:
-            with inside("loading the best model"):
-                load_best(self.run)
+            if self.parts.best_model is not None:
+                with inside("loading the best model"):
+                    self.parts.best_model.load_best(self.args, self.state, self.run.engine_state.load, self.run.console)
             self.log(metrics)
         self._call("on_train_end")
         if stop:

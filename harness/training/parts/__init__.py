@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.batches.stream import StepReader
+from harness.checkpoint.directories import TrainingProgress
 from harness.config import ConfigCheck, Resolved
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
@@ -34,7 +35,7 @@ from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups
 from harness.topology.hosts import Hosts
 from harness.topology.layout import Layout
-from harness.training.callbacks import StepRecord, TrainerCallback
+from harness.training.callbacks import StepRecord, TrainerCallback, TrainerControl, TrainerState
 from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.engine.spec import EngineSpec, GradientCompression
 from harness.training.parts.data import DataPart
@@ -200,6 +201,34 @@ class RollsBack(Protocol):
         """
 
 
+class BestModel(Protocol):
+    """Keeps the best evaluation of a run in its state, and loads the best model at the end."""
+
+    def require_metric_of_one(self, args: TrainingArguments, evaluation: object) -> None:
+        """Raise UserError for several data sets if `metric_for_best_model` does not name the metric of one."""
+
+    def note_evaluation(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, object]
+    ) -> None:
+        """Record an evaluation if it is the best so far; request its checkpoint if the arguments want it."""
+
+    def forget_unsaved(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Fall back to the best evaluation that has a checkpoint, if the best one could not be saved."""
+
+    def best_as_saved(self, args: TrainingArguments, state: TrainerState) -> JsonObject:
+        """Return the best evaluation so far as JSON for a checkpoint."""
+
+    def restore_best(
+        self, args: TrainingArguments, state: TrainerState, saved: JsonObject, output_dir: Path
+    ) -> str | None:
+        """Restore the best evaluation from its JSON; return a warning if its model is lost. All ranks call it."""
+
+    def load_best(
+        self, args: TrainingArguments, state: TrainerState, load: Callable[[Path], TrainingProgress], console: Console
+    ) -> None:
+        """With `--load_best_model_at_end`, `load` the best evaluation's checkpoint; all ranks call it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a run; None for an absent part.
@@ -228,6 +257,8 @@ class Parts:
         measure_layers: times the layers of a model on a micro-batch (`pipeline.partition: measured`).
         placement_advice: returns a warning if tensor-parallel groups cross hosts.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
+        best_model: finds the best model by an evaluation's metric.
+        early_stopping: makes the callback that stops a run, given the patience and, if not 0, the threshold.
         rollback: makes the object that rolls a run back (`--nonfinite rollback`).
         user_optimizer: checks the Trainer's `optimizers`, given the run's inputs, model, adapters, config and layout.
         monitors: opens monitors, given their sections of the DeepSpeed JSON, the run's id and the first step.
@@ -259,6 +290,8 @@ class Parts:
     measure_layers: Callable[..., list[float]] | None = None
     placement_advice: Callable[[Layout, Hosts], str | None] | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None
+    best_model: BestModel | None = None
+    early_stopping: Callable[..., TrainerCallback] | None = None
     rollback: Callable[..., RollsBack] | None = None
     user_optimizer: Callable[..., GivenOptimizer] | None = None
     monitors: Callable[[Mapping[str, JsonObject], str, int], RunMonitors] | None = None

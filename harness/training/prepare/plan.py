@@ -48,7 +48,6 @@ from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import all_or_none, broadcast_object
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
-from harness.training.callbacks.early_stopping import require_metric_of_one
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.engine.outputs import Preprocess
@@ -159,7 +158,7 @@ def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config
     """
     # From cheap to dear: types, model and config are refused before the data is read, which may take hours.
     _require_types(args, inputs, given)
-    _require_evaluation(args, given)
+    _require_evaluation(args, given, inputs.parts)
     source, adaptation = _source(inputs)
     if inputs.objective is not None:
         source = _for_objective(args, inputs, inputs.objective, source)
@@ -378,13 +377,20 @@ def _require_types(args: TrainingArguments, inputs: RunInputs, given: UserData) 
     )
 
 
-def _require_evaluation(args: TrainingArguments, given: UserData) -> None:
+def _require_evaluation(args: TrainingArguments, given: UserData, parts: Parts) -> None:
     """Raise UserError for evaluations without data, and for rollbacks without complete checkpoints."""
     if args.evaluates and given.eval_dataset is None:
         flags = f"--eval_steps {args.eval_steps}" if args.eval_steps else f"--eval_strategy {args.eval_strategy}"
         raise UserError(f"{flags}: needs an eval_dataset: give one")
-    if args.early_stopping_patience or args.load_best_model_at_end or args.save_strategy == "best":
-        require_metric_of_one(args, given.eval_dataset)
+    comparing = {
+        "--early_stopping_patience": args.early_stopping_patience,
+        "--load_best_model_at_end": args.load_best_model_at_end,
+        "--metric_for_best_model": args.metric_for_best_model,
+        "--save_strategy best": args.save_strategy == "best",
+    }
+    for flag, is_given in comparing.items():
+        if is_given:
+            needed(parts.best_model, flag, "harness.extras").require_metric_of_one(args, given.eval_dataset)
     if args.save_only_model and args.nonfinite == "rollback":
         raise UserError("--nonfinite rollback needs complete checkpoints: remove --save_only_model")
 

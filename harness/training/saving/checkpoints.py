@@ -27,7 +27,6 @@ from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, any_rank
 from harness.training.prepare.run import Run
-from harness.training.saving.best_model import best_as_saved, forget_unsaved, note_checkpoint
 from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import hyperparameters
 
@@ -208,7 +207,9 @@ class Checkpoints:
             self.pending = pending
             return False
         self.newest = pending.step
-        note_checkpoint(self.run.state, pending.path, self._best)
+        if self._best is not None:
+            self.run.state.best_model_checkpoint = str(pending.path)
+            self.run.state.best_saved_metric = self._best
         saved = replace(self._saved, best_model_checkpoint=self.run.state.best_model_checkpoint)
         self._on_save(saved, checkpoint=pending.path)
         return True
@@ -225,8 +226,9 @@ class Checkpoints:
     def _lost(self, step: int) -> None:
         """Record that a step could not be saved: it may be tried again, and does not count as the best."""
         self._state_of = None
-        if step == self.run.state.best_global_step:
-            forget_unsaved(self.run.spec.args, self.run.state)
+        best_model = self.run.spec.parts.best_model
+        if best_model is not None and step == self.run.state.best_global_step:
+            best_model.forget_unsaved(self.run.spec.args, self.run.state)
 
 
 def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
@@ -256,7 +258,7 @@ def _best(run: Run) -> Path | None:
 
 def progress_of(run: Run) -> TrainingProgress:
     """Return the content of `state.json`, except the engine's counters."""
-    state = run.state
+    state, best_model = run.state, run.spec.parts.best_model
     return TrainingProgress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,
@@ -274,7 +276,7 @@ def progress_of(run: Run) -> TrainingProgress:
         hyperparameters=hyperparameters(run.spec.args, run.spec.resolved, run.spec.max_steps, run.spec.user_optimizer),
         skipped_samples=list(state.skipped_samples),
         run_id=run.run_id,
-        best=best_as_saved(run.spec.args, state),
+        best={} if best_model is None else best_model.best_as_saved(run.spec.args, state),
         stream=stream_position(run, state.consumed_samples),
         evaluation_due=run.evaluation_due,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from harness.arguments import TrainingArguments
 from harness.batches.order import OwnOrder
 from harness.checkpoint.directories import TrainingProgress, read_manifest
-from harness.checkpoint.integrity import damage, find_resume, run_id
+from harness.checkpoint.integrity import find_resume, run_id
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
@@ -25,7 +25,6 @@ from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, require_same_training, with_steps_left
 from harness.training.prepare.run import Run
-from harness.training.saving.best_model import restore_best
 from harness.wording import counted
 
 
@@ -41,12 +40,11 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
     state.global_step = progress.step
     state.consumed_samples = progress.consumed_samples
     run.evaluation_due = progress.evaluation_due
-    # Rank 0's finding counts on all ranks: hosts may see different files, and would go on with different best models.
-    of_first_rank = lambda path: broadcast_object(damage(path))  # noqa: E731
     # Compared as resolved, since a path has several spellings.
     is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()
     folder = run.spec.output_dir if is_own else checkpoint.absolute().parent
-    if lost := restore_best(run.spec.args, state, progress.best, folder, of_first_rank):
+    best_model = run.spec.parts.best_model
+    if best_model is not None and (lost := best_model.restore_best(run.spec.args, state, progress.best, folder)):
         run.console.warn(lost)
     if stream is not None:
         stream.consumed = progress.consumed_samples

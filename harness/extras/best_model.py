@@ -6,24 +6,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
-from harness.checkpoint.directories import NAME, finished_name
+from harness.checkpoint.directories import NAME, TrainingProgress, finished_name
 from harness.checkpoint.integrity import damage
 from harness.checkpoint.training_state import damage_on_any
 from harness.config.values.json_object import JsonObject
+from harness.console import Console
+from harness.extras.early_stopping import has_metric, improves, metric_of
+from harness.extras.early_stopping import require_metric_of_one as require_metric_of_one
+from harness.topology.agreement import broadcast_object
 from harness.training.callbacks import TrainerControl, TrainerState
-from harness.training.callbacks.early_stopping import has_metric, improves, metric_of
-from harness.training.prepare.run import Run
 
 
 def note_evaluation(
-    args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, object] | None
+    args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, object]
 ) -> None:
     """Record an evaluation if it is the best of the run so far.
 
     With `--save_strategy best` or `--load_best_model_at_end`, also request a checkpoint: regular saves may fall on
     other steps.
     """
-    if metrics is None or (args.metric_for_best_model is None and not has_metric(args, metrics)):
+    if args.metric_for_best_model is None and not has_metric(args, metrics):
         return  # several data sets, and no metric is named to compare them by
     if improves(args, state, value := metric_of(args, metrics)):
         state.best_metric = value
@@ -41,17 +43,22 @@ def best_as_saved(args: TrainingArguments, state: TrainerState) -> JsonObject:
     }
 
 
+def _damage_on_first_rank(checkpoint: Path) -> str | None:
+    # Hosts may see different files, and would go on with different best models.
+    return broadcast_object(damage(checkpoint))
+
+
 def restore_best(
     args: TrainingArguments,
     state: TrainerState,
     saved: JsonObject,
     output_dir: Path,
-    problem_with: Callable[[Path], str | None] = damage,
+    problem_with: Callable[[Path], str | None] = _damage_on_first_rank,
 ) -> str | None:
-    """Restore the best evaluation from a checkpoint, unless the deciding metric has changed.
+    """Restore the best evaluation from a checkpoint, unless the deciding metric has changed; all ranks call it.
 
     Args:
-        saved: the result of `best_as_saved`.
+        saved: the result of `best_as_saved`; {} if no best evaluation was tracked.
         problem_with: returns the first problem of a checkpoint, the same on all ranks; None if it is intact.
 
     Returns:
@@ -67,7 +74,7 @@ def restore_best(
     checkpoint = output_dir / finished_name(state.best_global_step)
     problem = problem_with(checkpoint)
     if problem is None:
-        note_checkpoint(state, checkpoint, state.best_metric)
+        state.best_model_checkpoint, state.best_saved_metric = str(checkpoint), state.best_metric
         return None
     best = _named(args, state.best_global_step, state.best_metric)
     # Early stopping and `--save_strategy best` compare only the metric: they go on without the checkpoint.
@@ -75,13 +82,6 @@ def restore_best(
         return None
     forget_unsaved(args, state)
     return f"the best evaluation so far, {best}, has no checkpoint ({checkpoint}: {problem}): it no longer counts"
-
-
-def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None) -> None:
-    """Record a complete checkpoint as the best one; do nothing if `metric`, its best value, is None."""
-    if metric is not None:
-        state.best_model_checkpoint = str(checkpoint)
-        state.best_saved_metric = metric
 
 
 def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
@@ -95,28 +95,29 @@ def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
         state.best_metric = state.best_saved_metric
 
 
-def load_best(run: Run) -> None:
+def load_best(
+    args: TrainingArguments, state: TrainerState, load: Callable[[Path], TrainingProgress], console: Console
+) -> None:
     """With `--load_best_model_at_end`, load the weights of the best evaluation's checkpoint; all ranks call it.
 
     If that checkpoint is missing or damaged, the model keeps its last weights, with a warning.
     """
-    if not run.spec.args.load_best_model_at_end:
+    if not args.load_best_model_at_end:
         return
-    state = run.state
     kept = f"the model keeps the weights of the last step, {state.global_step}"
     if state.best_model_checkpoint is None:
-        run.console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")
+        console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")
         return
     checkpoint = Path(state.best_model_checkpoint)
     if (problem := damage_on_any(checkpoint)) is not None:
         state.best_model_checkpoint = None
-        run.console.warn(f"the best model cannot be loaded: {checkpoint} is damaged ({problem}): {kept}")
+        console.warn(f"the best model cannot be loaded: {checkpoint} is damaged ({problem}): {kept}")
         return
-    step = run.engine_state.load(checkpoint).step
-    run.console.say(f"loaded the best model: {_named(run.spec.args, step, state.best_saved_metric)}")
+    step = load(checkpoint).step
+    console.say(f"loaded the best model: {_named(args, step, state.best_saved_metric)}")
     if step != state.best_global_step:
-        lost = _named(run.spec.args, state.best_global_step, state.best_metric)
-        run.console.warn(f"it is the best that was saved: a better one, {lost}, has no checkpoint")
+        lost = _named(args, state.best_global_step, state.best_metric)
+        console.warn(f"it is the best that was saved: a better one, {lost}, has no checkpoint")
 
 
 def _named(args: TrainingArguments, step: int, metric: float | None) -> str:

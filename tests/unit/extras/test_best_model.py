@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments, UserError
+from harness.checkpoint.integrity import damage
+from harness.extras import best_model
+from harness.extras.best_model import note_evaluation, restore_best
+from harness.extras.early_stopping import EarlyStoppingCallback, improves, metric_of
 from harness.training.callbacks import TrainerControl, TrainerState
-from harness.training.callbacks.early_stopping import EarlyStoppingCallback, improves, metric_of
-from harness.training.saving import best_model
-from harness.training.saving.best_model import note_evaluation, restore_best
 from tests.unit.checkpoint.saved import save
 
 
@@ -81,8 +82,6 @@ def test_early_stopping_counts_evaluations_in_a_row() -> None:
 def test_the_best_evaluation_asks_for_its_checkpoint_where_that_is_needed(given: dict[str, Any], saves: bool) -> None:
     args = arguments(**given, eval_strategy="steps", eval_steps=2)
     state, control = TrainerState(global_step=4), TrainerControl()
-    note_evaluation(args, state, control, None)
-    assert state.best_metric is None and not control.should_save
     note_evaluation(args, state, control, {"eval_loss": 2.0})
     assert (state.best_metric, state.best_global_step, control.should_save) == (2.0, 4, saves)
     later = TrainerControl()
@@ -97,18 +96,18 @@ def test_a_resumed_run_goes_on_from_the_best_of_the_same_metric(tmp_path: Path) 
     saved = best_model.best_as_saved(args, state)
     save(tmp_path, 4)
     again = TrainerState()
-    assert restore_best(args, again, saved, tmp_path) is None
+    assert restore_best(args, again, saved, tmp_path, damage) is None
     assert again.best_saved_metric == 2.0
     assert (again.best_metric, again.best_global_step, again.evaluations_without_best) == (2.0, 4, 1)
     assert again.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     gone = TrainerState(best_model_checkpoint="old")
-    restore_best(args, gone, saved, tmp_path / "elsewhere")  # its checkpoint is not there any more
+    restore_best(args, gone, saved, tmp_path / "elsewhere", damage)  # its checkpoint is not there any more
     assert gone.best_metric == 2.0 and gone.best_model_checkpoint is None
     asked = arguments(load_best_model_at_end=True, eval_steps=2)
-    told = restore_best(asked, gone, saved, tmp_path / "elsewhere")
+    told = restore_best(asked, gone, saved, tmp_path / "elsewhere", damage)
     assert told is not None and "step 4, loss 2, has no checkpoint" in told and "no such directory" in told
     assert (gone.best_metric, gone.best_global_step) == (None, 0)  # the next evaluation is the best, and saved
     other = TrainerState()
-    restore_best(arguments(metric_for_best_model="accuracy"), other, saved, tmp_path)
+    restore_best(arguments(metric_for_best_model="accuracy"), other, saved, tmp_path, damage)
     assert (other.best_metric, other.best_global_step, other.best_model_checkpoint) == (None, 0, None)
     assert other.evaluations_without_best == 0
