@@ -177,9 +177,9 @@ def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
         require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.batch_ranks)
-    _require_parts(args, inputs.parts, resolved)
     if source is None:
         _require_config_for_layers(resolved)
+    _require_parts(args, inputs.parts, resolved)
     # A base model without weights is drawn from the seed, so adapters trained on it fit no other seed.
     base_seed = args.seed if source is not None and source.weights is None else None
     spec = RunSpec(
