@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -35,6 +35,13 @@ SHAPES = {"wide": (24, 48), "small": (7,), "tall": (60, 28), "square": (16, 32)}
 after the last 16 of a tensor otherwise."""
 CPU = torch.device("cpu")
 STEPS, SAVED_AT = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _not_compiled() -> Iterator[None]:
+    """bitsandbytes compiles steps on a CPU. While a thread compiles, others run eagerly, which rounds otherwise."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def options_of(kind: str) -> dict[str, object]:
