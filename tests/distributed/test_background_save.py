@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ from harness.device.process_group import all_arrive
 from harness.errors import UserError
 from harness.extras import output_checks
 from tests.support.ranks import run_ranks
-from tests.support.training import Job, arguments_of, rows, tiny_model
+from tests.support.training import Job, arguments_of, logged, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -54,8 +53,7 @@ class KilledWhileWriting(TrainerCallback):
 
 
 def losses(place: Path) -> list[tuple[int, float]]:
-    lines = map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"]) for line in lines]
+    return [(row["step"], row["loss"]) for row in logged(place)]
 
 
 def train(job: Job, place: Path, *callbacks: TrainerCallback, resume: str | None = None) -> list[tuple[int, float]]:

@@ -67,22 +67,29 @@ def stopped_and_resumed(job: Job, folder: str) -> list[dict[str, Any]]:
     return [whole, short, resumed]
 
 
-def test_the_best_model_is_kept_and_loaded_and_early_stopping_goes_on_after_a_resume(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "m", "llama", False, vocab_size=301)
-    # ZeRO-3 keeps the norms whole on each rank, and gathers the matrices
-    cut = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
-    for layout, config in (("pp2z1", {}), ("dp2z3", cut)):
-        folder = tmp_path / layout
-        for whole, short, resumed in run_ranks(2, stopped_and_resumed, Job(model, layout, config=config), str(folder)):
-            assert whole == {"steps": 4, "best": (3.0, 2, "checkpoint-2")}
-            assert (short["steps"], resumed) == (3, whole)
-        kept = sorted(path.name for path in (folder / "whole").glob("checkpoint-*"))
-        assert kept == ["checkpoint-2", "checkpoint-4"]
-        exported, best, last = (
-            load_file(folder / "whole" / name / "model.safetensors") for name in ("", "checkpoint-2", "checkpoint-4")
-        )
-        assert all(torch.equal(exported[name], best[name]) for name in best)
-        assert any(not torch.equal(exported[name], last[name]) for name in last)
+# ZeRO-3 keeps the norms whole on each rank, and gathers the matrices
+CUT = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [("dp2z3", CUT), pytest.param("pp2z1", {}, marks=pytest.mark.thorough)],
+    ids=["dp2z3", "pp2z1"],
+)
+def test_the_best_model_is_kept_and_loaded_and_early_stopping_goes_on_after_a_resume(
+    layout: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    job, folder = Job(tiny_model(tmp_path / "m", "llama", False, vocab_size=301), layout, config), tmp_path / "runs"
+    for whole, short, resumed in run_ranks(2, stopped_and_resumed, job, str(folder)):
+        assert whole == {"steps": 4, "best": (3.0, 2, "checkpoint-2")}
+        assert (short["steps"], resumed) == (3, whole)
+    kept = sorted(path.name for path in (folder / "whole").glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", "checkpoint-4"]
+    exported, best, last = (
+        load_file(folder / "whole" / name / "model.safetensors") for name in ("", "checkpoint-2", "checkpoint-4")
+    )
+    assert all(torch.equal(exported[name], best[name]) for name in best)
+    assert any(not torch.equal(exported[name], last[name]) for name in last)
 
 
 def model_alone(job: Job, folder: str) -> str:

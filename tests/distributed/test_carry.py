@@ -83,10 +83,6 @@ class Last(nn.Module):
         return self.inner(hidden) * (number % 3)[:, None] + rest * 0.1
 
 
-def mean_squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (outputs - labels).square().mean()
-
-
 def layers() -> list[Any]:
     return [LayerSpec(First), *[LayerSpec(Middle) for _ in range(3)], LayerSpec(Last)]
 
@@ -103,13 +99,11 @@ def config(stages: int, tensor: int, stage: int, **sections: Any) -> dict[str, A
 
 
 PLAIN = config(1, 1, 0, pipeline={"activation_checkpoint_interval": 0})
-LAYOUTS = [
+FIRST = [config(2, 2, 1, activation_checkpointing={"partition_activations": True}), config(4, 1, 0), config(1, 1, 3)]
+OTHERS = [
     config(2, 2, 1),
-    config(2, 2, 1, activation_checkpointing={"partition_activations": True}),
     config(2, 1, 1, pipeline={"stages": 2, "activation_checkpoint_interval": 0}),
-    config(4, 1, 0),
     config(1, 2, 2),
-    config(1, 1, 3),
 ]
 
 
@@ -128,7 +122,11 @@ def arguments(section: dict[str, Any], folder: str) -> TrainingArguments:
 def own_layers(section: dict[str, Any], folder: str) -> Curve:
     data = Points(STEPS * BATCH)
     trainer = Trainer(
-        layers(), arguments(section, folder), train_dataset=data, eval_dataset=Points(13), loss_fn=mean_squares
+        layers(),
+        arguments(section, folder),
+        train_dataset=data,
+        eval_dataset=Points(13),
+        loss_fn=nn.functional.mse_loss,
     )
     first = trainer.evaluate()["eval_loss"]
     return [(first, 1.0), *steps(trainer, STEPS)]
@@ -167,16 +165,19 @@ def documents_at_once(model: str) -> Curve:
 def everywhere(sections: list[dict[str, Any]], model: str, folder: str) -> tuple[list[Curve], list[Curve]]:
     own = [own_layers(section, f"{folder}/own{i}") for i, section in enumerate(sections)]
     # the compositions have packed documents in other layouts
-    return own, [documents(model, section, f"{folder}/ids{i}") for i, section in enumerate(sections[:2])]
+    return own, [documents(model, section, f"{folder}/ids{i}") for i, section in enumerate(sections[:1])]
 
 
-def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(
+    layouts: list[dict[str, Any]], tmp_path: Path
+) -> None:
     model = tiny_model(tmp_path / "model", "llama", True, num_hidden_layers=4)  # for four stages
-    own, packed_ids = run_ranks(4, everywhere, LAYOUTS, model, str(tmp_path), timeout_s=300)[0]
+    own, packed_ids = run_ranks(4, everywhere, layouts, model, str(tmp_path), timeout_s=300)[0]
     ((alone,), _) = run_ranks(1, everywhere, [PLAIN], model, str(tmp_path / "alone"))[0]
     plain = documents_at_once(model)
     for curves, wanted in ((own, alone), (packed_ids, plain)):
-        for section, curve in zip(LAYOUTS, curves, strict=False):
+        for section, curve in zip(layouts, curves, strict=False):
             loss, norm = worst(curve, wanted)
             assert loss < LOSS and norm < NORM, (section, loss, norm)
 

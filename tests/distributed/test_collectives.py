@@ -35,7 +35,7 @@ from harness.extras.host_memory import HostMemory
 from harness.parallel import collectives
 from harness.parallel.tensor.layers import overlap_sums
 from tests.support.ranks import run_ranks
-from tests.support.training import STEPS, Curve, Job, arguments_of, rows, without_shared_memory
+from tests.support.training import STEPS, Curve, Job, arguments_of, logged, rows, without_shared_memory
 
 pytestmark = [pytest.mark.ranks, pytest.mark.on_host("ranks share the memory of the host, not of a device")]
 CASES = [(size, dtype) for size in (1, 60_000) for dtype in (torch.float64, torch.bfloat16, torch.int64)]
@@ -305,8 +305,7 @@ def run_to_its_end(layout: str, folder: Path, *, overlap: bool = False) -> tuple
         overlap_sums(trainer.run.module)
     trainer.train()
     trainer.close()
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"]) for line in lines], json.loads((folder / "run.json").read_text())
+    return [(row["loss"], row["grad_norm"]) for row in logged(folder)], json.loads((folder / "run.json").read_text())
 
 
 def with_and_without(layouts: list[str], folder: Path) -> list[tuple[int, bool, list[str], list[str]]]:

@@ -69,22 +69,18 @@ def train(own: Job, folder: str) -> tuple[Curve, list[float]]:
     return curve, gathered
 
 
-def train_all(model: str, folder: Path) -> dict[tuple[str, int], tuple[Curve, list[float]]]:
-    return {
-        (name, interval): train(job(model, interval, zero), os.fspath(folder / f"{name}-{interval}"))
-        for name, zero in CASES.items()
-        for interval in (0, 1)
-    }
+def train_all(model: str, interval: int, folder: Path) -> dict[str, tuple[Curve, list[float]]]:
+    return {name: train(job(model, interval, zero), os.fspath(folder / name)) for name, zero in CASES.items()}
 
 
-def test_parameters_are_gathered_once_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interval", [1, pytest.param(0, marks=pytest.mark.thorough)], ids=["recomputed", "stored"])
+def test_parameters_are_gathered_once_a_step(interval: int, tmp_path: Path) -> None:
     """Whether layers are recomputed or not, with the same numbers to the bit."""
     model = tiny_model(tmp_path / "m", "llama", False)
-    found = run_ranks(2, train_all, model, tmp_path, timeout_s=300)[0]
-    for interval in (0, 1):
-        curve, gathered = found["room for all", interval]
-        assert gathered == [1.0] * STEPS
-        for name in CASES:
-            assert found[name, interval][0] == curve, name
-            if name != "room for all":
-                assert min(found[name, interval][1]) >= MICRO_BATCHES, name
+    found = run_ranks(2, train_all, model, interval, tmp_path, timeout_s=300)[0]
+    curve, gathered = found["room for all"]
+    assert gathered == [1.0] * STEPS
+    for name in CASES:
+        assert found[name][0] == curve, name
+        if name != "room for all":
+            assert min(found[name][1]) >= MICRO_BATCHES, name

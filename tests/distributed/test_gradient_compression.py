@@ -6,7 +6,6 @@ A resumed run has the numbers of one that never stopped.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections import defaultdict
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from harness.dry_run.ledger import Ledger
 from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
 from harness.parallel.tensor.shard import shard_of
 from tests.support.ranks import DEVICE, here, on_device, run_ranks
-from tests.support.training import Job, arguments_of, rows, tiny_model, without_shared_memory, worst
+from tests.support.training import Job, arguments_of, logged, rows, tiny_model, without_shared_memory, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -161,8 +160,7 @@ def stop_and_go_on(job: Job, folder: Path, then: Job) -> dict[str, list[float]]:
         trainer = Trainer(each.model, arguments_of(each, str(place), **more), rows())
         trainer.train()
         trainer.close()
-        lines = (place / "metrics.jsonl").read_text().splitlines() if dist.get_rank() == 0 else []
-        losses[name] = [json.loads(line)["loss"] for line in lines][-2:]
+        losses[name] = [row["loss"] for row in logged(place)][-2:] if dist.get_rank() == 0 else []
     return losses
 
 

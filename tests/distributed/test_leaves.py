@@ -39,10 +39,6 @@ class Rows(torch.utils.data.Dataset):
         return x, x.sum(-1, keepdim=True).sin()
 
 
-def mean_squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (outputs - labels).square().mean()
-
-
 def layers() -> list[Any]:
     kinds = (Listed, ByRow, Stacked, ReadByParent)
     middle = [LayerSpec(Residual, nn.Sequential(nn.LayerNorm(WIDTH), kind())) for kind in kinds]
@@ -56,7 +52,7 @@ def train_own(bucket: int, folder: str) -> Curve:
     arguments = TrainingArguments(
         deepspeed_config={**config(bucket), **batch}, output_dir=folder, **settings, seed=SEED
     )
-    trainer = Trainer(layers(), arguments, train_dataset=Rows(), loss_fn=mean_squares)
+    trainer = Trainer(layers(), arguments, train_dataset=Rows(), loss_fn=nn.functional.mse_loss)
     records = [trainer.training_step() for _ in range(STEPS)]
     trainer.close()
     return [(record.loss, record.grad_norm or 0.0) for record in records]
@@ -75,7 +71,7 @@ def own_reference() -> Curve:
     inputs, labels = (torch.stack(tensors) for tensors in zip(*(Rows()[i] for i in range(BATCH)), strict=True))
     curve = []
     for _ in range(STEPS):
-        loss = mean_squares(model(inputs), labels)
+        loss = nn.functional.mse_loss(model(inputs), labels)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -9,7 +9,6 @@ import filecmp
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
@@ -17,13 +16,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness.checkpoint.exporting.weights import export_weights
 from harness.checkpoint.tensors.tensor_writer import BLOCK_BYTES
-from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource, read_source
 from harness.hf.weights.initialization import PIECE_BYTES
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
+from tests.support.layers import prepare
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,14 +43,7 @@ def build(model_dir: str | None, out: str | None = None) -> tuple[int, int, int,
     """Peak bytes above the start while building, bytes kept, bytes of the whole model, peak bytes while writing it."""
     groups = build_groups(Layout(pp_size=2, tp_size=2))
     source = read_source(model_dir) if model_dir else ModelSource(name="llama", config=config(), weights=None)
-    causal = assemble(
-        source,
-        tensor=TensorParallel.of(groups.tp_group),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        finish=lambda layer: None,
-    )
+    causal = prepare(source, TensorParallel.of(groups.tp_group))
     middle = len(causal.layers) // 2
     start, stop = (0, middle) if groups.is_first_stage else (middle, len(causal.layers))
     dist.barrier()

@@ -5,7 +5,6 @@ DeepSpeed builds its reader and writer at the first use, in minutes: set TEST_NV
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import LlamaConfig
 
 from harness import Trainer, TrainingArguments
 from tests.support.ranks import run_ranks
-from tests.support.training import BATCH, rows
+from tests.support.training import BATCH, logged, rows
 
 pytestmark = [
     pytest.mark.ranks,
@@ -56,7 +55,7 @@ def train(place: Path, offload: dict[str, Any], resume: str | None = None) -> li
     trainer = Trainer(MODEL, arguments, rows())
     trainer.train()
     trainer.close()
-    return [json.loads(line)["loss"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in logged(place)]
 
 
 def train_everywhere(folder: str) -> dict[str, list[float]]:

@@ -14,13 +14,14 @@ from harness.report.profile.profiler import ProfileCallback
 from harness.report.profile.record import COMPUTING, RankProfile, StepProfile, read_steps
 from harness.report.profile.timeline import bubble, with_answers, with_waits
 from tests.support.ranks import run_ranks
-from tests.support.training import Job, arguments_of, rows, tiny_model
+from tests.support.training import Job, arguments_of, logged, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
 LAYOUTS = ["pp2z1", "dp2z3", "tp2z0"]
-SEVERAL_CHUNKS = ["interleaved", "dualpipe-v"]  # in the second some backward passes are whole and some are not
+SEVERAL_CHUNKS = {"dualpipe-v": [[0, 3], [1, 2]], "interleaved": [[0, 2], [1, 3]]}
+"""The chunks of each stage; in the first some backward passes are whole and some are not."""
 
 
 def train(job: Job, folder: str, profile: int) -> list[str]:
@@ -31,8 +32,7 @@ def train(job: Job, folder: str, profile: int) -> list[str]:
     kept = [len(each._profiles) for each in trainer.callbacks if isinstance(each, ProfileCallback)]
     assert kept == [profile if trainer.run.groups.rank == 0 else 0] * bool(profile) or profile > STEPS
     trainer.close()
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [json.dumps([json.loads(line)[name] for name in ("step", "loss", "grad_norm")]) for line in lines]
+    return [json.dumps([row[name] for name in ("step", "loss", "grad_norm")]) for row in logged(folder)]
 
 
 def by_schedule(model: str, name: str) -> Job:
@@ -41,15 +41,10 @@ def by_schedule(model: str, name: str) -> Job:
     return Job(model, "pp2z1", {"pipeline": pipeline, **sizes})
 
 
-def several_chunks(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
-    """Train by each schedule with several model chunks a stage, plain and profiled."""
-    return [
-        (
-            train(by_schedule(model, name), f"{folder}/{name}-plain", 0),
-            train(by_schedule(model, name), f"{folder}/{name}", 2),
-        )
-        for name in SEVERAL_CHUNKS
-    ]
+def several_chunks(model: str, schedule: str, folder: str) -> tuple[list[str], list[str]]:
+    """Train by a schedule with several model chunks a stage, plain and profiled."""
+    job = by_schedule(model, schedule)
+    return train(job, f"{folder}/plain", 0), train(job, f"{folder}/profiled", 2)
 
 
 def all_layouts(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
@@ -81,27 +76,28 @@ def test_profiled_steps_have_the_same_numbers_and_hold_together(tmp_path: Path) 
         assert {event["pid"] for event in events} == {0, 1}
 
 
-def test_profiled_steps_of_stages_with_several_chunks_tell_them_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["dualpipe-v", pytest.param("interleaved", marks=pytest.mark.thorough)])
+def test_profiled_steps_of_stages_with_several_chunks_tell_them_apart(schedule: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
-    for plain, profiled in run_ranks(2, several_chunks, model, str(tmp_path))[0]:
-        assert plain == profiled and len(plain) == STEPS
-    for name, of_stages in zip(SEVERAL_CHUNKS, ([[0, 2], [1, 3]], [[0, 3], [1, 2]]), strict=True):
-        steps, folder = list(read_steps(tmp_path / name)), tmp_path / name / "profile"
-        assert [step.step for step in steps] == [3, 4]
-        summary = json.loads((folder / "summary.json").read_text())
-        check_times(steps, summary)
-        check_messages(steps[-1])
-        chunks = [chunk for stage in summary["stages"] for chunk in stage["chunks"]]
-        assert [chunk["chunk"] for chunk in chunks] == [chunk for own in of_stages for chunk in own]
-        for chunk in chunks:
-            first, last = chunk["layers"]
-            stages = {layer["stage"] for layer in summary["layers"][first : last + 1]}
-            assert [chunk["chunk"] in own for own in of_stages].index(True) == stages.pop() and not stages
-            assert chunk["forward_seconds_per_micro_batch"] > 0 and chunk["backward_seconds_per_micro_batch"] > 0
-        for rank in steps[-1].ranks:
-            check_passes(rank, of_stages[rank.stage])
-        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-        assert {f"ForwardPass, chunk {chunk}" for chunk in range(4)} <= {event["name"] for event in events}
+    plain, profiled = run_ranks(2, several_chunks, model, schedule, str(tmp_path))[0]
+    assert plain == profiled and len(plain) == STEPS
+    of_stages, folder = SEVERAL_CHUNKS[schedule], tmp_path / "profiled"
+    steps = list(read_steps(folder))
+    assert [step.step for step in steps] == [3, 4]
+    summary = json.loads((folder / "profile/summary.json").read_text())
+    check_times(steps, summary)
+    check_messages(steps[-1])
+    chunks = [chunk for stage in summary["stages"] for chunk in stage["chunks"]]
+    assert [chunk["chunk"] for chunk in chunks] == [chunk for own in of_stages for chunk in own]
+    for chunk in chunks:
+        first, last = chunk["layers"]
+        stages = {layer["stage"] for layer in summary["layers"][first : last + 1]}
+        assert [chunk["chunk"] in own for own in of_stages].index(True) == stages.pop() and not stages
+        assert chunk["forward_seconds_per_micro_batch"] > 0 and chunk["backward_seconds_per_micro_batch"] > 0
+    for rank in steps[-1].ranks:
+        check_passes(rank, of_stages[rank.stage])
+    events = json.loads((folder / "profile/trace.json").read_text())["traceEvents"]
+    assert {f"ForwardPass, chunk {chunk}" for chunk in range(4)} <= {event["name"] for event in events}
 
 
 def check_passes(rank: RankProfile, parts: list[int]) -> None:

@@ -48,10 +48,6 @@ def rank_dependent(samples: list[Any]) -> Any:
     return inputs + dist.get_rank(), labels + dist.get_rank()
 
 
-def mean_squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (outputs - labels).square().mean()
-
-
 def trainer(config: dict[str, Any], folder: str, evaluated: int = 5, **options: Any) -> Trainer:
     linear = [LayerSpec(nn.Linear, *sizes) for sizes in ((2, 16), (16, 16), (16, 1))]
     layers = [linear[0], nn.Dropout(0.3), torch.tanh, linear[1], nn.Dropout(0.3), linear[2]]
@@ -63,7 +59,7 @@ def trainer(config: dict[str, Any], folder: str, evaluated: int = 5, **options: 
         "data_collator": noisy,
         **options,
     }
-    return Trainer(layers, arguments, loss_fn=mean_squares, **options)
+    return Trainer(layers, arguments, loss_fn=nn.functional.mse_loss, **options)
 
 
 def losses(configs: list[dict[str, Any]], folder: str) -> list[list[float]]:

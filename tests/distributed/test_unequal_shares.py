@@ -85,22 +85,21 @@ def place(folder: str | Path, index: int) -> str:
     return f"{folder}/run-{index}"
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=["first", pytest.param("others", marks=pytest.mark.thorough)])
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("unequal")
     qwen = tiny_model(folder / "qwen2", "qwen2", True, **QWEN)
     llama = tiny_model(folder / "llama", "llama", False, **LLAMA, vocab_size=319)
     mixtral = tiny_model(folder / "mixtral", "mixtral", False, **MIXTRAL)
     verified = {"verify_plan": "auto"}
-    jobs = [
+    first = [
         Job(qwen, "tp4z1", arguments=verified),
-        Job(qwen, "tp4z3"),
         Job(llama, "pp2tp2z0", arguments=verified),
-        Job(llama, "tp4z1"),
         Job(mixtral, "tp2dp2z3", arguments=verified),
-        Job(mixtral, "pp2tp2z1", SPREAD, arguments=verified),
         Job(mixtral, "tp4z1", BF16),
     ]
+    others = [Job(qwen, "tp4z3"), Job(llama, "tp4z1"), Job(mixtral, "pp2tp2z1", SPREAD, arguments=verified)]
+    jobs = first if request.param == "first" else others
     heads = tiny_model(folder / "heads", "llama", True, num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     width = tiny_model(folder / "width", "llama", True, intermediate_size=3)
     results = run_ranks(4, run_all, jobs, [Job(heads, "tp4z1"), Job(width, "tp4z1")], str(folder), timeout_s=400)

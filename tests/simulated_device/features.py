@@ -3,7 +3,6 @@ CPU, whose numbers are the same."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from harness.parallel.generators import default_generator
 from tests.support.ranks import here
 from tests.support.simulated_device import device
 from tests.support.simulated_device.kernels import CALLED, stand_ins
-from tests.support.training import Job, arguments_of, rows
+from tests.support.training import Job, arguments_of, logged, rows
 
 STEPS = 3  # of a run that does not say how many: the first whose update comes from moments of two steps
 TEXT = "Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. " * 8
@@ -134,14 +133,15 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
     brought = trainer.trained_model() if run.exports and not run.lora else None
     skipped = trainer.run.engine.deepspeed.skipped_steps
     trainer.close()
-    steps, evaluations = (
-        [json.loads(line) for line in (output / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("metrics", "evaluations")
-    )
     samples = output / "samples.jsonl"
     return {
-        "losses": [line["loss"] for line in steps],
-        "eval": [line[name] for line in evaluations for name in ("eval_loss", "eval_spread") if name in line],
+        "losses": [line["loss"] for line in logged(output)],
+        "eval": [
+            line[name]
+            for line in logged(output, "evaluations")
+            for name in ("eval_loss", "eval_spread")
+            if name in line
+        ],
         "samples": samples.read_text() if samples.exists() else "",
         "skipped": skipped,
         "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),

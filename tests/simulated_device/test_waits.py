@@ -18,10 +18,15 @@ OF_DEEPSPEED = {"pp2z0": 0, "tp2z0": 0, "tp2z1": 0, "tp2z2": 2, "dp2z2": 1, "dp2
 IN_BF16 = {"pp2z1": 0, "dp2z1": 0}
 
 
-def test_a_step_waits_once_for_the_device(tmp_path: Path) -> None:
+FIRST = ("pp2z0", "tp2z2", "dp2z3", "pp2z1")
+OTHERS = tuple(layout for layout in (*OF_DEEPSPEED, *IN_BF16) if layout not in FIRST)
+
+
+@pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+def test_a_step_waits_once_for_the_device(layouts: tuple[str, ...], tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "llama", "llama", False)
-    jobs = [Job(model, layout) for layout in OF_DEEPSPEED]
-    jobs += [Job(model, layout, {"bf16": {"enabled": True}}) for layout in IN_BF16]
+    bf16 = {"bf16": {"enabled": True}}
+    jobs = [Job(model, layout, bf16 if layout in IN_BF16 else {}) for layout in layouts]
     found = run_ranks(2, waits_of_all, jobs, str(tmp_path), timeout_s=400)
     for rank in found:
         for job, waits in zip(jobs, rank, strict=True):

@@ -56,7 +56,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("layout", "kind", "rank"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("layout", "kind", "rank"),
+    [pytest.param(*case, marks=pytest.mark.thorough if case[0] == "tp2z1" else (), id=case[0]) for case in CASES],
+)
 def test_the_rank_that_leaves_a_call_out_is_named(layout: str, kind: str, rank: int, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "llama", "llama", False)
     words = words_of_failing_ranks(2, train, model, str(tmp_path), layout, kind, rank)
