@@ -7,6 +7,7 @@ of the harness, computes at once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -78,6 +79,9 @@ def _kind_of(module: nn.Module) -> _Kind | None:
     if home.startswith("torch.") and home != nn.SiLU.__module__:
         return None
     if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())) or not takes(module, 1):
+        return None
+    # A trial in one mode says nothing of the other, in which dropout is or is not there.
+    if "training" in inspect.unwrap(type(module).forward).__code__.co_names:
         return None
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     texts = tuple((name, str(getattr(value, "__func__", value))) for name, value in settings.items())

@@ -77,9 +77,10 @@ class _Subject:
 
 def _by_trial(module: nn.Module, method: FunctionType, activations: Mapping[str, Activation]) -> Method | None:
     """Return what computes the same as a method of one tensor in one kernel; None if it is not a gate."""
-    if len(inspect.signature(method).parameters) != 2:
-        return None
     read = method.__code__.co_names
+    # A trial in one mode says nothing of the other, in which dropout is or is not there.
+    if len(inspect.signature(method).parameters) != 2 or "training" in read:
+        return None
     attributes = tuple(
         (name, value) for name, value in vars(module).items() if name in read and isinstance(value, PLAIN)
     )

@@ -159,6 +159,43 @@ def test_the_order_of_layers_is_that_of_calls_and_other_gates_are_left_alone() -
     assert gated(Lopsided()) == {}
 
 
+class Dropping(Crossed):
+    """Drops elements, and only in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.both(x).chunk(2, -1)
+        gated = up.clamp(-self.limit, self.limit) * functional.silu(gate.clamp(max=self.limit))
+        return self.out(functional.dropout(gated, 0.5, self.training))
+
+
+class DroppingRelu(nn.Module):
+    """The same of an activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(functional.relu(x).square(), 0.5, self.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_drops_elements_in_training_does_so_if_it_was_tried_in_evaluation(training: bool) -> None:
+    block, x = Dropping().train(training), torch.randn(64, 8)
+    method = gated(block)["forward"]  # the product alone
+    with torch.random.fork_rng():
+        assert not torch.equal(method(block.train(), x), method(block, x))
+    assert fused_activation(DroppingRelu().train(training)) is None
+
+
+class ConstantGate(Qwen3NextRMSNormGated):
+    """Has the outputs of a norm with a gate, and half of the gate's gradient."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        assert gate is not None
+        return super().forward(hidden_states, (gate + gate.detach()) / 2)
+
+
+def test_outputs_of_a_norm_with_a_gate_without_its_gradients_are_not_enough() -> None:
+    assert gated_norm_of(ConstantGate(8, eps=1e-6)) is None
+
+
 @pytest.mark.parametrize(
     ("norm", "expected"),
     [

@@ -66,6 +66,15 @@ class Detached(LlamaRMSNorm):
         return super().forward(hidden_states.detach())
 
 
+class ConstantScale(LlamaRMSNorm):
+    """Has a norm's outputs, and no gradient through the mean square."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (wide * scale.detach()).type_as(hidden_states)
+
+
 class Clipped(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states.clamp(-10, 10))
@@ -73,7 +82,16 @@ class Clipped(LlamaRMSNorm):
 
 @pytest.mark.parametrize(
     "module",
-    [Halved(8), InTraining(8), Detached(8), Clipped(8), Qwen3NextRMSNormGated(8), nn.LayerNorm(8), nn.GELU()],
+    [
+        Halved(8),
+        InTraining(8),
+        Detached(8),
+        ConstantScale(8),
+        Clipped(8),
+        Qwen3NextRMSNormGated(8),
+        nn.LayerNorm(8),
+        nn.GELU(),
+    ],
     ids=lambda module: type(module).__name__,
 )
 def test_what_computes_something_else_is_no_norm(module: nn.Module) -> None:
