@@ -12,7 +12,7 @@ from harness.checkpoint.training_state import damage_on_any
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.extras.early_stopping import has_metric, improves, metric_of
-from harness.extras.early_stopping import require_metric_of_one as require_metric_of_one
+from harness.extras.early_stopping import require_metric_of_one as require_metric_of_one  # of the interface `BestModel`
 from harness.topology.agreement import broadcast_object
 from harness.training.callbacks import TrainerControl, TrainerState
 
