@@ -46,20 +46,22 @@ def test_most_files_of_tests_need_no_part() -> None:
         ({"deepspeed_config": {"gradient_compression": {"bits": 8}}}, "gradient_compression", "harness.extras"),
     ],
 )
-def test_what_needs_an_absent_part_is_refused_in_one_line(asked: dict[str, Any], flag: str, part: str) -> None:
+def test_what_needs_an_absent_part_is_refused_in_one_line(
+    asked: dict[str, Any], flag: str, part: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as refused:
-        Trainer("tiny-llama", TrainingArguments(**asked))
+        Trainer("tiny-llama", TrainingArguments(str(tmp_path), **asked))
     assert str(refused.value) == f"{flag} needs {part}, which is not installed: start without {flag}"
 
 
-def test_adapters_are_refused_without_the_part_that_trains_them() -> None:
+def test_adapters_are_refused_without_the_part_that_trains_them(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^LoRA needs harness\.extras, which is not installed: start without LoRA$"):
-        Trainer("tiny-llama", TrainingArguments(), peft_config=LoraConfig(r=2))
+        Trainer("tiny-llama", TrainingArguments(str(tmp_path)), peft_config=LoraConfig(r=2))
 
 
-def test_an_argument_that_the_core_does_not_take_is_refused_in_one_line() -> None:
+def test_an_argument_that_the_core_does_not_take_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^Trainer takes no tokenizer: leave it out$"):
-        Trainer(model="tiny-llama", args=TrainingArguments(), tokenizer=None)
+        Trainer(model="tiny-llama", args=TrainingArguments(str(tmp_path)), tokenizer=None)
 
 
 TOKENS = [{"input_ids": [(5 * row + place) % 250 for place in range(8)]} for row in range(8)]
