@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from harness.arguments import TrainingArguments
-from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
+from harness.arguments.themes.reporting import monitor_sections, require_packages, within
 from harness.config import AutoValues, ConfigCheck, Resolved
 from harness.config.resolving.resolve import complete, read, resolve_before_data
 from harness.config.values.config_file import ConfigFile
@@ -49,6 +49,7 @@ class RunConfig:
             UserError: `args` differ from the arguments with which the config was read.
         """
         values = _auto_values(args, self.values.world_size)
+        # `resolved` already holds values of those arguments: a later change would be ignored without a word.
         if _before_data(values) != _before_data(self.values):
             raise UserError("the config was read with other arguments: give read_run_config the arguments of the run")
         steps = max_steps(args, samples, self.resolved.train_batch, step, trained_samples)
@@ -75,8 +76,11 @@ def read_run_config(
     resolved = resolve_before_data(
         document, values, check=check, model=model, allow_ignored_keys=args.allow_ignored_keys
     )
+    # Refused here, because monitors and the profiler's file are opened only after the model has been built.
     require_packages(monitor_sections(args, args.output_dir, resolved.config))
-    require_inside(args.output_dir, resolved.config)
+    file = resolved.config.get("flops_profiler", {}).get("output_file")
+    if isinstance(file, str):
+        within(args.output_dir, file, "flops_profiler.output_file")
     return RunConfig(document=document, values=values, resolved=resolved)
 
 
@@ -86,14 +90,15 @@ def _auto_values(args: TrainingArguments, world_size: int) -> AutoValues:
 
 
 def _before_data(values: AutoValues) -> AutoValues:
-    """Return the values that do not depend on the data: all but the numbers of steps."""
+    """Return the values that do not depend on the data: all but the numbers of steps, which may be set later."""
     return replace(values, max_steps=1, warmup_steps=0, given=frozenset())
 
 
 def read_config(config: str | Mapping[str, object] | None, check: ConfigCheck | None) -> ConfigFile:
     """Return the DeepSpeed JSON from a file, a preset's name or a dict; for None, all settings are "auto"."""
-    everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    return read(everything, check, path="") if config is None else read(config, check)
+    if config is None:
+        return read({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, check, path="")
+    return read(config, check)
 
 
 def max_steps(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-AUTO, BF16 = "auto", "bf16"
+AUTO = "auto"
+BF16 = "bf16"
 
 
 def is_auto(name: str, value: object) -> bool:
@@ -14,4 +15,5 @@ def computes_in_bf16() -> bool:
     """Return whether this machine has a GPU with bfloat16. Imports torch."""
     import torch
 
+    # By default torch also counts GPUs before Ampere, which only emulate bfloat16.
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)

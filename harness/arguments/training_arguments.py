@@ -53,7 +53,7 @@ class TrainingArguments(
             own = ALIASES.get(name, name)
             if own == "resume_from_checkpoint" and isinstance(value, bool):  # as in HuggingFace
                 value = str(value)
-            if own in known and value is not None:
+            if own in known and value is not None:  # None: the default, as HuggingFace's parser passes it
                 require_one_name(names, own, name)
                 kept[own] = computes_in_bf16() if is_auto(own, value) else value
             elif own not in known and (advice := cls.advice(name, value, known)) is not None:

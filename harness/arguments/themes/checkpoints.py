@@ -99,5 +99,6 @@ class CheckpointArguments(Flags):
         for name, wanted in needs_evaluation.items():
             if wanted and not self.evaluates:
                 raise UserError(f"{name} needs evaluations during training: set --eval_strategy or --eval_steps")
+        # The best weights are read back from their checkpoint: memory holds only the last ones.
         if self.load_best_model_at_end and not self.saves:
             raise UserError("--load_best_model_at_end needs checkpoints: set --save_steps, or --save_strategy best")

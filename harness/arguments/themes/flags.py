@@ -70,7 +70,7 @@ def flag(
         of_scripts: whether scripts for HuggingFace's Trainer, such as run_clm.py, declare a flag of this name. Then
             HfArgumentParser must not add it again: it skips fields with `init=False`. Our constructor takes it.
     """
-    about = Help(text.replace("%", "%%"))
+    about = Help(text.replace("%", "%%"))  # argparse formats a help text with `%`
     about.least = least
     about.choices = tuple(choices)
     about.paths = paths
@@ -109,6 +109,7 @@ class _Fields:
             by_name = Parameter.KEYWORD_ONLY if of_theme.kw_only else Parameter.POSITIONAL_OR_KEYWORD
             default = Parameter.empty if default is MISSING else default
             shown.append(Parameter(item.name, by_name, default=default, annotation=item.type))
+        # A keyword-only field may come before a positional one in a derived class, but not in a signature.
         return Signature(sorted(shown, key=lambda each: each.kind))
 
 
@@ -148,12 +149,14 @@ class Flags:
         flags = {**(_of_scripts or {}), **flags}
         values = self.__signature__.bind(*args, **self.own_names(flags)).arguments
         defaults = {item.name: default_of(item) for item in fields(self)}
+        # HfArgumentParser passes every field, so a default among them was not asked for.
         everything = {item.name for item in fields(self) if item.init} <= {*values, *flags}
         noted = (_given or frozenset()) if everything else values.keys()
         given = {
             name for name, value in values.items() if value is not None and (name in noted or value != defaults[name])
         }
         idle = {name: value for name, value in flags.items() if ALIASES.get(name, name) not in defaults}
+        # Past `__setattr__`, which would count every flag as given.
         vars(self).update(
             {name: value for name, value in {**defaults, **values}.items() if value is not MISSING},
             _given=frozenset(given),
@@ -167,7 +170,7 @@ class Flags:
         problems: list[str] = []
         for name in flags_of(type(self)):
             try:
-                vars(self)[name] = self._taken(name, getattr(self, name))
+                vars(self)[name] = self._taken(name, getattr(self, name))  # past `__setattr__` too
             except UserError as error:
                 problems.append(str(error))
         for group in groups(type(self)):
@@ -246,19 +249,19 @@ def _flags_of(kind: type[Flags]) -> Mapping[str, tuple[Field[object], object]]:
 
 def _allowed(item: Field[object], hint: object, value: object) -> object:
     """Return a flag's value converted to its type. Raises UserError for a value that is not allowed."""
-    least, choices = Help.of(item).least, Help.of(item).choices
+    about = Help.of(item)
     try:
         value = typed(hint, value)
     except ValueError as error:
         raise UserError(f"--{item.name} {value!r}: {error}") from error
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"--{item.name} {value}: must be a finite number")
-    if least is not None and isinstance(value, int | float) and value < least:
-        raise UserError(f"--{item.name} {value}: must be at least {least}")
-    if choices and value not in choices and not isinstance(value, bool):
-        words = ("true", "false", *choices) if takes(hint, bool) else choices
+    if about.least is not None and isinstance(value, int | float) and value < about.least:
+        raise UserError(f"--{item.name} {value}: must be at least {about.least}")
+    if about.choices and value not in about.choices and not isinstance(value, bool):
+        words = ("true", "false", *about.choices) if takes(hint, bool) else about.choices
         raise UserError(f"--{item.name} {value}: not one of {', '.join(words)}")
-    if Help.of(item).paths:
+    if about.paths:
         _require_usable(item.name, value)
     return value
 

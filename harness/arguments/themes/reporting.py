@@ -92,13 +92,6 @@ def within(output_dir: str, path: str, what: str) -> str:
     return str(found)
 
 
-def require_inside(output_dir: str, config: JsonObject) -> None:
-    """Raise UserError if DeepSpeed's flops profiler would write outside `output_dir`; monitors have their own check."""
-    file = config.get("flops_profiler", {}).get("output_file")
-    if isinstance(file, str):
-        within(output_dir, file, "flops_profiler.output_file")
-
-
 def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObject) -> dict[str, JsonObject]:
     """Return section -> settings of the monitors enabled by `--report_to` or in the JSON.
 
@@ -122,7 +115,7 @@ def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObje
         if name == "wandb":
             if name in args.reporters():
                 asked = {"project": Path(output_dir).name, "name": args.run_name or Path(output_dir).name}
-            asked["dir"] = output_dir
+            asked["dir"] = output_dir  # wandb's default is the working directory
         found[section] = {**asked, **stated}
     return found
 

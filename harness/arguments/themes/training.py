@@ -19,7 +19,10 @@ from harness.errors import UserError
 from harness.optimizers import DEFAULT, FLAGS
 
 ROUTER_BATCH = 8
-"""Samples of an evaluation micro-batch for a model with a router loss; transformers' default for every model."""
+"""Samples of an evaluation micro-batch for a model with a router loss; transformers' default for every model.
+
+A router loss is not a mean over samples: it depends on the size of a micro-batch, which must not follow the layout.
+"""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +101,7 @@ class OptimizerArguments(Flags):
             raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")
         if self.warmup_ratio is not None and self.warmup_ratio > 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be at most 1")
-        for name in BETAS:
+        for name in BETAS:  # at 1 the bias correction divides by 1 - beta**step = 0
             if getattr(self, name) >= 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be below 1")
         if self.optim not in FLAGS:
@@ -107,10 +110,11 @@ class OptimizerArguments(Flags):
 
     def _check_schedule(self) -> None:
         options = self.lr_scheduler_kwargs or {}
-        if isinstance(options, str):
+        if isinstance(options, str):  # not a JSON object: `typed` takes it for a path
             raise UserError(f"--lr_scheduler_kwargs {options}: give a JSON object, as '{{\"min_lr\": 1e-6}}'")
         if fault := schedule_fault(self.lr_scheduler_type, options):
             raise UserError(f"--lr_scheduler_kwargs: {fault}")
+        # transformers divides min_lr by the learning rate.
         if "min_lr" in options and not self.learning_rate:
             raise UserError("--lr_scheduler_kwargs: min_lr needs a --learning_rate above 0")
 
