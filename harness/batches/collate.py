@@ -54,8 +54,7 @@ AnyDataset: TypeAlias = "MapDataset | IterableDataset[Any]"
 def collate(samples: Sequence[Any]) -> MicroBatch:
     """Stack samples of one length into (inputs, labels).
 
-    Raises:
-        UserError: samples differ in length or columns, are left-padded, or hold columns that the model would not get.
+    Raises UserError if samples differ in length or columns, are left-padded, or hold columns not passed to the model.
     """
     if isinstance(samples[0], Mapping):
         return _language(samples)
@@ -77,7 +76,9 @@ def as_micro_batch(collated: object) -> MicroBatch:
         given = {name: value for name, value in collated.items() if value is not None}
         if "input_ids" not in given:
             raise UserError(f"the data_collator gave {', '.join(given) or 'nothing'}: it must return input_ids")
-        return _with_labels(_as_tensors(given))
+        columns = {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
+        columns |= {name: torch.as_tensor(given[name]) for name in ("attention_mask", *_NOT_CARRIED) if name in given}
+        return _with_labels(columns)
     if isinstance(collated, Sequence) and len(collated) == 2:
         return collated[0], collated[1]
     raise UserError(f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)")
@@ -102,11 +103,7 @@ def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
     for sample in samples:
         if not isinstance(sample, Mapping) or sample.keys() != first.keys():
             _require_same_columns(samples)
-    batch = {}
-    for name in _COLUMNS:
-        if name in first:
-            batch[name] = _stack(name, samples)
-    return _with_labels(batch)
+    return _with_labels({name: _stack(name, samples) for name in _COLUMNS if name in first})
 
 
 def _require_same_columns(samples: Sequence[object]) -> None:
@@ -118,12 +115,6 @@ def _require_same_columns(samples: Sequence[object]) -> None:
                 f"some samples of a micro-batch have {name} and others do not: add the column to all samples, or to "
                 "none"
             )
-
-
-def _as_tensors(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Convert the columns that a user's collator returned, which may be lists or arrays, to tensors."""
-    found = {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
-    return found | {name: torch.as_tensor(given[name]) for name in ("attention_mask", *_NOT_CARRIED) if name in given}
 
 
 def _stack(name: str, samples: Sequence[Mapping[str, object]]) -> torch.Tensor:
@@ -159,7 +150,7 @@ def _integers(name: str, row: object) -> torch.Tensor:
         tensor = torch.as_tensor(row)
     except (TypeError, ValueError, RuntimeError):
         tensor = None
-    if tensor is None or (tensor.is_floating_point() and tensor.numel()):
+    if tensor is None or (tensor.is_floating_point() and tensor.numel()):  # torch takes an empty list for float32
         raise UserError(f"a sample's {name} is {str(row)[:60]}: it must be a list of integers")
     return tensor.long()
 
@@ -191,16 +182,10 @@ def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
         return ids, labels
     positions = batch["position_ids"].long()
     _require_shape("position_ids", positions, ids)
-    return (ids, positions), labels.masked_fill(document_starts(positions), IGNORED)
-
-
-def document_starts(positions: torch.Tensor) -> torch.Tensor:
-    """Return the mask [batch, sequence] of the first token of each packed document, except the first of a row.
-
-    A document starts wherever position ids [batch, sequence] do not grow by one; transformers finds the documents of a
-    packed row by the same test. Such a token must not be predicted, as the token before it is of another document.
-    """
-    return positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+    # A document starts wherever position ids do not grow by one: by this test transformers too finds the documents of a
+    # packed row. Its first token must not be predicted, because the token before it belongs to another document.
+    starts = positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+    return (ids, positions), labels.masked_fill(starts, IGNORED)
 
 
 def _require_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ def evaluation_batches(
         UserError: there are no samples.
     """
     rows = range(dataset_length(dataset)) if rows is None else rows
-    if not rows:
+    if not rows:  # refused by the call itself: a generator would raise only at the first micro-batch
         raise UserError("the evaluation data set is empty")
     return _batches(dataset, rows, micro_batch, batch_rank, batch_ranks, alike, data_collator)
 
@@ -99,7 +99,8 @@ def _batches(
     alike: int,
     collator: Collator,
 ) -> Iterator[EvaluationBatch]:
-    n, stride = len(rows), micro_batch * batch_ranks
+    n = len(rows)
+    stride = micro_batch * batch_ranks
     starts = range(batch_rank * micro_batch, evaluation_steps(n, micro_batch, batch_ranks) * stride, stride)
     # Fill up from the front of the data set: these rows exist, and every rank computes the same ones.
     batches = [[rows[k if k < n else (k - start) % n] for k in range(start, start + micro_batch)] for start in starts]

@@ -151,6 +151,7 @@ def _selected(dataset: MapDataset) -> list[int | None]:
     rows = cast("Dataset", dataset)
     if rows.format["type"] == "custom":
         return []
+    # Stages exchange whole samples, so here the length counts whatever the position ids say.
     lengths = _stored_lengths(rows.remove_columns([name for name in rows.column_names if name == "position_ids"]))
     indices = rows._indices  # noqa: SLF001  # rows and order after select(); datasets has no public name for it
     chosen = lengths if indices is None or not len(lengths) else lengths[indices.column(0).to_numpy()]

@@ -94,7 +94,11 @@ def sample_order(n: int, seed: int, epoch: int, positions: npt.ArrayLike | None 
     Memory and time grow with the number of positions, not with n.
     """
     walked = np.array(np.arange(n) if positions is None else positions, dtype=np.uint64)
-    rows, columns = _rectangle(n)
+    # A nearly square rectangle that just covers n cells, with an even number of rows: if both sides were odd, every
+    # shift would be an even permutation, and half of all permutations could never occur.
+    sides = 2 * (isqrt(max(n - 1, 0)) // 2 + 1)
+    rows = np.uint64(sides)
+    columns = np.uint64(-(-n // sides))
     keys = np.random.Philox(key=(seed & _WORD) | (epoch & _WORD) << 64).random_raw(_ROUNDS)
     # The rectangle is hardly larger than n, so only a few cells must be walked again, and the loop ends soon.
     outside = np.arange(len(walked))
@@ -118,16 +122,6 @@ def batch_indices(consumed: int, count: int, n: int, seed: int) -> Indices:
         consumed += stop - start
         count -= stop - start
     return np.concatenate(pieces)
-
-
-def _rectangle(n: int) -> tuple[np.uint64, np.uint64]:
-    """Return (rows, columns) of a nearly square rectangle that just covers n cells.
-
-    The number of rows is even. If both were odd, every shift would be an even permutation, and half of all
-    permutations could never occur.
-    """
-    rows = 2 * (isqrt(max(n - 1, 0)) // 2 + 1)
-    return np.uint64(rows), np.uint64(-(-n // rows))
 
 
 def _shuffle(positions: _Words, keys: _Words, rows: np.uint64, columns: np.uint64) -> _Words:

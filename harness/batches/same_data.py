@@ -28,6 +28,7 @@ def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
     if dist.get_world_size() == 1:
         return
     own = groups.coordinate.batch_rank, tensor_digest(micro_batches) if micro_batches else None
+    # Over all ranks, not a group: a difference anywhere must end every rank, or the others wait for it in the step.
     found = all_gather_object(own)
     for batch_rank in range(groups.layout.batch_ranks):
         ranks = {rank: read for rank, (place, read) in enumerate(found) if place == batch_rank and read is not None}
@@ -51,5 +52,6 @@ def tensor_digest(value: object) -> str:
             total.update(repr(leaf).encode())
             continue
         total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        # As bytes, because numpy has no bfloat16.
         total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
