@@ -13,18 +13,18 @@ from harness.errors import UserError
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The usual names of the number of experts."""
 _CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k")
-MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # ten times more than anybody has trained
+MOST_LAYERS = 10_000  # ten times more than anybody has trained
+MOST_EXPERTS = 100_000  # likewise
 _MANY_LAYERS = re.compile(r"(\w+_)?(n_?layers?|(num_)?(\w+_)?(layers|blocks)|depth)", re.IGNORECASE)
 _MANY_EXPERTS = re.compile(r"(\w+_)?experts", re.IGNORECASE)
 
 
 def require_countable(config: Mapping[str, object], where: str) -> None:
     """Raise UserError for an absurd number of layers or experts, with which building the model would never end."""
-    layers = [*_counts(config, _MANY_LAYERS)]
-    experts = [*_counts(config, _MANY_EXPERTS)]
-    for name, count, most in (*((*each, MOST_LAYERS) for each in layers), *((*each, MOST_EXPERTS) for each in experts)):
-        if count > most:
-            raise UserError(f"{where}: {name} is {count:g}: must be at most {most:,}")
+    for names, most in ((_MANY_LAYERS, MOST_LAYERS), (_MANY_EXPERTS, MOST_EXPERTS)):
+        for name, count in _counts(config, names):
+            if count > most:
+                raise UserError(f"{where}: {name} is {count:g}: must be at most {most:,}")
 
 
 def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float]]:
@@ -39,8 +39,9 @@ def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float
 
 def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
     """Return the number of experts of a layer and the number per token; (0, 0) for a dense layer."""
-    experts, chosen = (next((n for name in names if (n := whole(config.get(name)))), 0) for names in (EXPERTS, _CHOSEN))
-    return experts, min(chosen or 1, experts)
+    experts = next((n for name in EXPERTS if (n := whole(config.get(name)))), 0)
+    chosen = next((n for name in _CHOSEN if (n := whole(config.get(name)))), 1)
+    return experts, min(chosen, experts)
 
 
 def layer_drop(config: Mapping[str, object]) -> float:

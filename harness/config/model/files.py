@@ -7,8 +7,10 @@ from pathlib import Path
 
 from harness.config.values.json_file import member, read_object
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OLD_SINGLE = "pytorch_model.bin"
+OLD_INDEX = "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,7 +28,6 @@ def has_weights(directory: Path) -> bool:
 
 
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
-    """Return whether the directory contains a tokenizer's files."""
     return any(Path(directory, name).is_file() for name in TOKENIZER_FILES)
 
 

@@ -23,7 +23,6 @@ class Resolution:
     filled: list[Filled] = field(default_factory=list)
 
     def get(self, pointer: str) -> object:
-        """Return the value at a pointer; None if it is absent."""
         return lookup(self.config, pointer)
 
     def fill(self, pointer: str, value: object, source: str) -> None:
@@ -63,7 +62,8 @@ def fill_batch(resolution: Resolution, batch_ranks: int) -> None:
 def fill_precision(resolution: Resolution) -> None:
     """Write bf16 and fp16 from the arguments, unless the file sets them."""
     for name, section in (("bf16", bf16_section(resolution.config)), ("fp16", "fp16")):
-        pointer, wanted = f"/{section}/enabled", getattr(resolution.values, name)
+        pointer = f"/{section}/enabled"
+        wanted = getattr(resolution.values, name)
         stated = resolution.get(pointer)
         if stated == AUTO or (stated is None and wanted and name in resolution.values.given):
             if resolution.get(f"/{section}") is None:
@@ -96,7 +96,8 @@ def fill_steps(resolution: Resolution) -> None:
 
 def fill_optimizer(resolution: Resolution) -> None:
     """Write the optimizer of --optim if the file names none. The default stays absent, as the harness makes it."""
-    stated, optim = resolution.get("/optimizer/type"), resolution.values.optim
+    stated = resolution.get("/optimizer/type")
+    optim = resolution.values.optim
     optimizer = FLAGS[optim]
     if stated != AUTO and (resolution.get("/optimizer") is not None or optimizer is DEFAULT):
         return
@@ -108,7 +109,8 @@ def fill_optimizer(resolution: Resolution) -> None:
 
 def fill_checkpointing(resolution: Resolution) -> None:
     """Write the checkpointing interval from --gradient_checkpointing; if it is on, an interval in the file wins."""
-    pointer, wanted = "/pipeline/activation_checkpoint_interval", resolution.values.gradient_checkpointing
+    pointer = "/pipeline/activation_checkpoint_interval"
+    wanted = resolution.values.gradient_checkpointing
     interval = resolution.get(pointer)
     if wanted is None or (interval is not None and size_fault(pointer, interval)):
         return
@@ -169,8 +171,8 @@ def fill_zero_stage(resolution: Resolution, precision: str, stage: int) -> int:
             "/zero_optimization/stage", 1, "at stage 0 DeepSpeed clips fp16 by a norm that depends on the layout"
         )
         return 1
-    pointer, section = "/data_types/grad_accum_dtype", bf16_section(resolution.config)
-    masters = resolution.get(f"/{section}/bf16_master_weights_and_grads")
+    pointer = "/data_types/grad_accum_dtype"
+    masters = resolution.get(f"/{bf16_section(resolution.config)}/bf16_master_weights_and_grads")
     if precision != "bf16" or masters or resolution.get(pointer) not in (None, AUTO):
         return stage
     resolution.fill(pointer, "fp32", "harness: a sum in bf16 loses small gradients")

@@ -87,7 +87,8 @@ def read(config: str | Mapping[str, object], check: ConfigCheck | None, path: st
 
 def complete(resolved: Resolved, values: AutoValues) -> Resolved:
     """Complete the result of `resolve_before_data`: the scheduler's steps and ZeRO's bucket sizes."""
-    config, alone = (Resolution(copy.deepcopy(each), values) for each in (resolved.config, resolved.alone))
+    config = Resolution(copy.deepcopy(resolved.config), values)
+    alone = Resolution(copy.deepcopy(resolved.alone), values)
     for run in (config, alone):
         filling.fill_steps(run)
         filling.fill_from_model(run)
@@ -143,7 +144,7 @@ def _for_deepspeed_alone(run: Resolution, view: ConfigView) -> JsonObject:
     DeepSpeed then shards the layers itself, by AutoTP, and counts all ranks of one copy of the model as data-parallel.
     So the global batch is omitted, for DeepSpeed to compute.
     """
-    pp_size, tp_size, alone = view.pp_size, view.tp_size, copy.deepcopy(run.config)
+    alone = copy.deepcopy(run.config)
     for section in ("context_parallel", "tiling"):
         alone.pop(section, None)
     if view.cp_size > 1:
@@ -154,10 +155,10 @@ def _for_deepspeed_alone(run: Resolution, view: ConfigView) -> JsonObject:
     }.items():
         for name in names:
             alone.get(section, {}).pop(name, None)
-    if tp_size > 1:
-        put(alone, TENSOR, tp_size)
+    if view.tp_size > 1:
+        put(alone, TENSOR, view.tp_size)
     elif run.get(TENSOR) is not None:
         put(alone, TENSOR, 0)
-    if pp_size * tp_size > 1:
+    if view.pp_size * view.tp_size > 1:
         del alone["train_batch_size"]
     return alone

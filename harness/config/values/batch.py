@@ -14,9 +14,12 @@ from harness.config.values.pointers import AUTO, lookup, whole
 from harness.schedules import DEFAULT, model_chunks, named
 from harness.wording import counted
 
-LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # number of gradient elements that ZeRO reduces at once
+LEAST_BUCKET = 2**22  # number of gradient elements that ZeRO reduces at once
+MOST_BUCKET = 500_000_000
 MOST_IDLE = 0.2  # share of a pipeline's step above which more micro-batches are advised
-TRAIN, MICRO, ACCUMULATION = "/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"
+TRAIN = "/train_batch_size"
+MICRO = "/train_micro_batch_size_per_gpu"
+ACCUMULATION = "/gradient_accumulation_steps"
 ARGUMENTS = {
     TRAIN: "global_batch_size",
     MICRO: "per_device_train_batch_size",
@@ -50,7 +53,8 @@ def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> Sta
 
     def take(pointer: str) -> None:
         if values is not None and (size := getattr(values, ARGUMENTS[pointer])) is not None:
-            sizes[pointer], sources[pointer] = size, values.source(ARGUMENTS[pointer])
+            sizes[pointer] = size
+            sources[pointer] = values.source(ARGUMENTS[pointer])
 
     for pointer, name in ARGUMENTS.items():
         if values is not None and name in values.given:
@@ -91,7 +95,8 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dp_
         elif micro is None and accumulation is not None:
             micro = train // dp_size // accumulation if accumulation else 0
         elif micro is None or accumulation is None:
-            micro, accumulation = train // dp_size, 1
+            micro = train // dp_size
+            accumulation = 1
     elif micro is not None:
         accumulation = 1 if accumulation is None else accumulation
         train = micro * accumulation * dp_size
@@ -133,7 +138,8 @@ def idle(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_pe
 def micro_batches_wanted(num_stages: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> int:
     """Return the smallest number of micro-batches per step with which stages idle for at most `MOST_IDLE` of it."""
     # 1F1B idles for (p - 1) / (m + p - 1) of a step: at most a fifth from m = 4 (p - 1) on. Other schedules idle less.
-    least, enough = 0, 4 * (num_stages - 1)
+    least = 0
+    enough = 4 * (num_stages - 1)
     while enough - least > 1:
         middle = (least + enough) // 2
         if bubble(num_stages, middle, schedule, chunks_per_stage) <= MOST_IDLE:

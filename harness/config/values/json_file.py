@@ -94,7 +94,8 @@ def parse_json(text: bytes | str) -> Any:
         content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_int=_integer)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
-    level, depth = [content], 0
+    level = [content]
+    depth = 0
     while level:
         if depth > MOST_DEPTH:
             raise ValueError("its values are nested too deeply")

@@ -14,9 +14,12 @@ INDUCTOR = "inductor"
 """The default backend of torch.compile."""
 CHUNKS = "/pipeline/chunks_per_stage"
 TENSOR = "/tensor_parallel/autotp_size"
-CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
-"""Keys of the context-parallel size: the harness's own, and DeepSpeed's with the same meaning."""
-LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_forward", "/tiling/attention"
+CONTEXT = "/context_parallel/size"
+DEEPSPEED_CONTEXT = "/sequence_parallel_size"
+"""DeepSpeed's key of the context-parallel size, with the same meaning as CONTEXT."""
+LOSS_TILE = "/tiling/loss"
+FEED_FORWARD_TILE = "/tiling/feed_forward"
+ATTENTION_TILE = "/tiling/attention"
 """Number of tokens that the loss, feed-forward blocks and norms, or attention compute at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
@@ -96,7 +99,6 @@ def schedule_name(value: object) -> str | None:
 
 
 def is_regex(pattern: str) -> bool:
-    """Return whether a text is a regular expression."""
     try:
         re.compile(pattern)
     except re.error:

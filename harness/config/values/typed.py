@@ -14,7 +14,8 @@ from harness.config.values.json_file import parse_json
 
 MOST = 2**63 - 1
 """Largest whole number, as in torch; with one bit more, a seed plus a rank would not fit."""
-TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+TRUE = ("true", "1", "yes")
+FALSE = ("false", "0", "no")
 
 
 def takes(hint: object, kind: type) -> bool:
@@ -27,6 +28,7 @@ def typed(hint: object, value: object) -> object:
     """Return a value converted to the type `hint`. Raises ValueError, with a message, if that is impossible."""
     if isinstance(value, Enum):
         value = value.value
+    # A flag that takes words besides true and false: such a word must not become a boolean.
     is_word = takes(hint, bool) and takes(hint, str) and str(value).lower() not in TRUE + FALSE
     for kind, convert in _CONVERSIONS:
         if takes(hint, kind) and not is_word:

@@ -43,7 +43,6 @@ class ConfigView:
     cp_override: int | None = None
 
     def get(self, pointer: str) -> object:
-        """Return the value at a pointer; None if it is absent."""
         return lookup(self.data, pointer)
 
     def on(self, pointer: str) -> bool:
