@@ -174,6 +174,7 @@ class BackgroundSave:
         ]
         self._residue: Callable[[], None] = lambda: None
         if state.compression is not None and not target.model_only:
+            # Always a copy: it is written in a later phase, when a step may have changed it.
             copied = {name: tensor.to("cpu", copy=True) for name, tensor in state.compression.state().items()}
             description = describe(state.compression, str(state.groups.layout))
             self._residue = partial(write_residue, self._folder, copied, description)
@@ -203,6 +204,7 @@ class BackgroundSave:
         try:
             self._running = self._writer.run(self._phases.send(result))
         except StopIteration as end:
+            # Deleting takes long, so the thread does it while training continues.
             self._writer.run(partial(remove, end.value))
             return True
         return False

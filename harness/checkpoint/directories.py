@@ -55,10 +55,8 @@ def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
 
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, tuple[int, str]], run_id: str = "") -> None:
-    """Write `manifest.json` into a checkpoint's folder."""
     stated = {"format": FORMAT, "step": step, "run_id": run_id, "files": dict(sorted(files.items()))}
-    text = json.dumps(stated, indent=1)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(stated, indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -102,7 +100,9 @@ def _count(value: object) -> int:
 
 def checksum(path: Path) -> str:
     """Return the 128-bit XXH3 of a file's content in hexadecimal."""
-    total, at, chunk = xxh3_128(), 0, bytearray(CHUNK)
+    total = xxh3_128()
+    at = 0
+    chunk = bytearray(CHUNK)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
             at += count
@@ -116,7 +116,8 @@ def checksum(path: Path) -> str:
 NAME = re.compile(r"checkpoint-([0-9]+)")
 UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
 STATE = "state.json"
-MODEL, ADAPTERS = "model", "adapter_model"  # names, without suffix, of the files of weights
+MODEL = "model"  # name, without suffix, of the files of weights
+ADAPTERS = "adapter_model"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 RESTARTS = "restarts.jsonl"  # one line for each fault that `ds-harness launch` saw
@@ -192,7 +193,6 @@ def partial_name(step: int) -> str:
 
 
 def finished_name(step: int) -> str:
-    """Return the folder name of a complete checkpoint."""
     return f"checkpoint-{step}"
 
 
@@ -254,7 +254,11 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
     (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
     stated = (partial / STATE).stat().st_size, checksum(partial / STATE)
     write_manifest(partial, progress.step, {**files, STATE: stated}, progress.run_id)
-    _sync(partial)
+    # All on disk before the rename: after a power failure, a folder of the final name must not hold empty files.
+    for path in partial.rglob("*"):
+        if path.is_file():
+            sync_file(path)
+    sync_folder(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
     remove([replaced])  # left by a run killed while deleting it
     if not os.path.lexists(final):  # `exists` would miss a broken link of that name
@@ -316,14 +320,6 @@ def remove(folders: Sequence[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # refuses links
         with suppress(OSError):
             folder.unlink()
-
-
-def _sync(folder: Path) -> None:
-    """Wait until a folder's files are on disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            sync_file(path)
-    sync_folder(folder)
 
 
 def set_aside(path: Path) -> Path | None:

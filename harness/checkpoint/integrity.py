@@ -99,10 +99,9 @@ def _not_ours(directory: Path) -> str | None:
 
 
 def unlisted(checkpoint: Path) -> list[str]:
-    """Return the files in a checkpoint that its manifest does not list, except hidden files. They are never read.
+    """Return the files that a checkpoint's manifest does not list, except hidden ones: no run reads them.
 
-    Raises:
-        UserError: the manifest cannot be read.
+    Raises UserError if the manifest cannot be read.
     """
     listed = read_manifest(checkpoint).files
     found = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if not path.is_dir())
@@ -149,9 +148,8 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
 def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = False) -> Path | None:
     """Return the checkpoint that `--resume_from_checkpoint` names; None for a fresh start.
 
-    Raises:
-        UserError: the named checkpoint is damaged; or `output_dir` holds a run that this one would overwrite, and the
-            user did not allow it (`overwrites`).
+    Raises UserError if the named checkpoint is damaged, or if `output_dir` holds a run that this one would overwrite
+    and the user did not allow it (`overwrites`).
     """
     if wanted == "auto":
         return newest_whole(output_dir)
@@ -179,10 +177,7 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
     """Wait until this host sees a checkpoint that another host has completed.
 
     An NFS client caches a folder's entries, and also which names do not exist. Opening and syncing the folder makes
-    it ask the server again.
-
-    Raises:
-        UserError: the checkpoint is still incomplete on this host after `seconds`.
+    it ask the server again. Raises UserError if the checkpoint is still incomplete on this host after `seconds`.
     """
     until = time.monotonic() + seconds
     while (found := damage(checkpoint)) is not None:
@@ -236,11 +231,16 @@ def foreign(output_dir: Path) -> list[Path]:
 
     The directory's own run is named in `run.json`; without that file, it is the run that saved most checkpoints.
     """
-    ids = {path: _saved_by(path) for _, path in numbered(output_dir)}
+    ids: dict[Path, str] = {}
+    for _, path in numbered(output_dir):
+        with suppress(UserError):
+            ids[path] = read_manifest(path).run_id
     own = own_run(output_dir)
     if not own:
-        (own, most), (_, second) = [*Counter(filter(None, ids.values())).most_common(2), ("", 0), ("", 0)][:2]
-        own = own if most > second else ""
+        ranked = Counter(filter(None, ids.values())).most_common(2)
+        # In a tie nobody can tell whose directory it is, so nothing in it counts as foreign.
+        if len(ranked) == 1 or (ranked and ranked[0][1] > ranked[1][1]):
+            own = ranked[0][0]
     return [path for path, found in ids.items() if own and found and found != own]
 
 
@@ -248,13 +248,6 @@ def own_run(output_dir: Path) -> str:
     """Return the id of the run that a directory belongs to, from `run.json`; "" for a new directory."""
     found = object_or_empty(output_dir / RUN).get("run_id")
     return found if isinstance(found, str) else ""
-
-
-def _saved_by(checkpoint: Path) -> str:
-    try:
-        return read_manifest(checkpoint).run_id
-    except UserError:
-        return ""
 
 
 def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:

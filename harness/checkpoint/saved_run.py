@@ -36,7 +36,8 @@ class SavedRun:
                 f"run with --model_name_or_path {self.checkpoint}"
             )
         saved = self.progress.optimizer
-        theirs, own = find(saved), find(ours)
+        theirs = find(saved)
+        own = find(ours)
         same_state = theirs is not None and own is not None and own.shares_state_with(theirs)
         if saved and saved.lower() != ours.lower() and not same_state:
             raise UserError(
@@ -47,7 +48,8 @@ class SavedRun:
         """Require the run's adapters, by their fingerprint; "" if the run trains all weights."""
         saved = self.progress.adapters
         if saved != adapters:
-            theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
+            theirs = "adapters" if saved else "all weights"
+            ours = "adapters" if adapters else "all weights"
             other = " of another config" if saved and adapters else ""
             raise UserError(
                 f"{self.checkpoint} contains {theirs}{other}, but this run trains {ours}: resume with the saved "
@@ -58,9 +60,9 @@ class SavedRun:
         """Require the run's objective with the same settings."""
         saved = self.progress.objective
         if saved != objective:
-            theirs, ours = (text or "the next token" for text in (saved, objective))
             raise UserError(
-                f"{self.checkpoint} was trained on {theirs}, but this run on {ours}: resume with the saved settings"
+                f"{self.checkpoint} was trained on {saved or 'the next token'}, but this run on "
+                f"{objective or 'the next token'}: resume with the saved settings"
             )
 
     def require_same_base(self, base: Mapping[str, str]) -> None:
@@ -87,8 +89,9 @@ class SavedRun:
                 f"{self.checkpoint} contains a model of {saved.model}, but this run's model has {model}: "
                 "resume with the saved model"
             )
+        theirs = saved.model_config
         # Through JSON, like the saved one: it turns tuples into lists, and keys into text.
-        theirs, ours = saved.model_config, json.loads(json.dumps(model_config))
+        ours = json.loads(json.dumps(model_config))
         for name in sorted(theirs.keys() & ours.keys()):
             if theirs[name] != ours[name]:
                 raise UserError(

@@ -86,8 +86,7 @@ class EngineState:
     def require_savable(self) -> list[str]:
         """Check that a checkpoint can be saved; return the names of the optimizer states. All ranks call it.
 
-        Raises:
-            UserError: a checkpoint would lack values of the model or the optimizer, or safetensors cannot store them.
+        Raises UserError if it would lack values of the model or the optimizer, or if safetensors cannot store them.
         """
         with states_in_memory(self.engine.optimizer):
             held = self.held()
@@ -124,12 +123,9 @@ class EngineState:
             )
 
     def load(self, checkpoint: Path) -> TrainingProgress:
-        """Load a checkpoint into the engine; all ranks call it.
+        """Load a checkpoint into the engine; all ranks call it. Parameter groups and the schedule stay as built.
 
-        Parameter groups and the learning-rate schedule stay as built.
-
-        Raises:
-            UserError: on all ranks, if the saved model has other tensors, or a rank cannot read a file.
+        Raises UserError on all ranks if the saved model has other tensors, or a rank cannot read a file.
         """
         progress = all_or_none(lambda: read_progress(checkpoint))
         listed = all_or_none(lambda: read_manifest(checkpoint).files)
@@ -299,6 +295,7 @@ def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) ->
         left_out.append(f"{checkpoint} is damaged ({reason})")
         if not auto:
             raise UserError(f"{left_out[0]}: resume from another checkpoint")
+        # Rank 0 chooses for all: over NFS, other hosts may not see the same folders yet.
         older = newest_whole(output_dir, before=checkpoint) if dist.get_rank() == 0 else None
         checkpoint = broadcast_object(older)
     return checkpoint, left_out

@@ -125,14 +125,15 @@ def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tup
 
 def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
     """Return this rank's shard of a parameter or buffer, which ZeRO-3 may have partitioned, in its own dtype."""
-    shard, start, values = shard_of(tensor), 0, tensor.detach()
-    shape, owned = tuple(tensor.shape), _is_first_on_data(shard, groups)
+    shard = shard_of(tensor)
+    is_first = _is_first(shard, groups)
     if is_partitioned(tensor):
-        divided = Partition.of(tensor)
-        shape, owned, start, values = divided.shape, True, divided.start, held_values(tensor)
-    return LocalShard(
-        name=name, shape=shape, shard=shard, start=start, values=values, owned=owned and _is_first(shard, groups)
-    )
+        part = Partition.of(tensor)
+        # Each data-parallel rank has other elements of it, and writes its own.
+        values = held_values(tensor)
+        return LocalShard(name=name, shape=part.shape, shard=shard, start=part.start, values=values, owned=is_first)
+    owned = is_first and _is_first_on_data(shard, groups)
+    return LocalShard(name=name, shape=tuple(tensor.shape), shard=shard, start=0, values=tensor.detach(), owned=owned)
 
 
 def _trained(name: str, updated: UpdatedTensor, local: ParameterSlice, groups: Groups) -> LocalShard:
@@ -155,7 +156,9 @@ def _is_first(shard: Shard | None, groups: Groups) -> bool:
 
 def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
     """Return whether this is the first data-parallel rank with these values."""
-    return groups.first_of_copies if shard is not None and shard.over_data else groups.coordinate.dp_rank == 0
+    if shard is not None and shard.over_data:  # the first `ep_data_size` ranks together hold all experts
+        return groups.coordinate.dp_rank < groups.layout.ep_data_size
+    return groups.coordinate.dp_rank == 0
 
 
 def _elements(tensor: Tensor, local: ParameterSlice) -> Tensor:

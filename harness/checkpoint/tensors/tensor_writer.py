@@ -204,7 +204,8 @@ class OpenFiles:
             self._write(descriptor, region, start, values.narrow(wide, 0, half))
             self._write(descriptor, region, rest, values.narrow(wide, half, values.shape[wide] - half))
             return
-        shape, size = region.entry.shape, region.entry.dtype.itemsize
+        shape = region.entry.shape
+        size = region.entry.dtype.itemsize
         block = values.detach().to("cpu", region.entry.dtype).contiguous()
         # After dimension `inner` the box spans the whole tensor, so these values are contiguous in the file.
         inner = next((dim for dim in reversed(range(len(shape))) if block.shape[dim] != shape[dim]), 0)
@@ -213,16 +214,12 @@ class OpenFiles:
         at = offset = region.start + sum(first * stride for first, stride in zip(start, strides, strict=True))
         for index, run in zip(product(*map(range, block.shape[:inner])), runs, strict=True):
             offset = at + sum(each * stride for each, stride in zip(index, strides, strict=False))
-            _write_all(descriptor, memoryview(run.view(torch.uint8).numpy()), offset)
+            left = memoryview(run.view(torch.uint8).numpy())
+            while left:  # a call may write fewer bytes than it was given
+                left = left[os.pwrite(descriptor, left, offset + run.nbytes - len(left)) :]
         if block.nbytes >= SOON_BYTES and hasattr(os, "posix_fadvise"):
             # DONTNEED makes Linux start writing these pages to the disk, without waiting for them.
             os.posix_fadvise(descriptor, at, offset + runs[-1].nbytes - at, os.POSIX_FADV_DONTNEED)
-
-
-def _write_all(descriptor: int, rest: memoryview, start: int) -> None:
-    while rest:
-        count = os.pwrite(descriptor, rest, start)
-        rest, start = rest[count:], start + count
 
 
 def index_content(files: Mapping[str, Sequence[Entry]]) -> JsonObject:

@@ -50,8 +50,9 @@ def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> No
         tensors: this rank's shards, with the same names in the same order on all ranks of a stage.
     """
     # The counts of owned values, summed over the stage's ranks, must give the whole tensor.
-    counts = torch.tensor([_written(held) for held in tensors], dtype=torch.int64)
-    counts = counts.to(get_accelerator().current_device_name())
+    written = [sum(values.numel() for _, values in held.pieces()) if held.owned else 0 for held in tensors]
+    # On the device, because NCCL does not reduce host tensors.
+    counts = torch.tensor(written, dtype=torch.int64, device=get_accelerator().current_device_name())
     for group in (groups.tp_group, groups.dp_group):
         if group is not None and tensors:
             dist.all_reduce(counts, group=group)
@@ -60,10 +61,6 @@ def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> No
     own = wrong and f"{wrong[0].name}: the ranks would save {wrong[1]:,} of its {prod(wrong[0].full_shape):,} values"
     if found := next(filter(None, all_gather_object(own)), None):
         raise UserError(f"no checkpoint can be saved in this layout: {found}; please report it")
-
-
-def _written(held: LocalShard) -> int:
-    return sum(values.numel() for _, values in held.pieces()) if held.owned else 0
 
 
 PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
@@ -181,8 +178,7 @@ def plan_tensors(
 ) -> PlannedFiles:
     """Plan the files `STEM*` of `folder` for the tensors of all ranks, writing nothing; all ranks call it.
 
-    Raises:
-        UserError: on all ranks, if the ranks do not own each value exactly once.
+    Raises UserError on all ranks if they do not own each value exactly once.
     """
     require_each_value_once(tensors, groups)
     created: dict[Path, tuple[bytes, list[FileRegion]]] = {}
@@ -235,10 +231,7 @@ def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: C
     """Return the `wanted` tensors, by name, from the `listed` files `STEM*`; all ranks call it.
 
     Only rank 0 reads the headers and broadcasts them: a thousand ranks reading all headers would overload a file
-    system. Each rank then opens only files with wanted tensors.
-
-    Raises:
-        UserError: on all ranks, if a file cannot be read.
+    system. Each rank then opens only files with wanted tensors. Raises UserError on all ranks if one cannot be read.
     """
     of_stem = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     paths = [folder / name for name in sorted(filter(of_stem.fullmatch, listed))] if dist.get_rank() == 0 else []
@@ -276,7 +269,8 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> No
     pieces = [(stored[held.name], box, values) for held in tensors for box, values in held.pieces() if values.numel()]
     pieces.sort(key=lambda piece: (piece[0].position, piece[1]))
     # Request up to AHEAD_BYTES from the disk ahead of the piece being read.
-    coming, asked = iter(pieces), 0
+    coming = iter(pieces)
+    asked = 0
     for source, box, values in pieces:
         while asked < AHEAD_BYTES and (following := next(coming, None)) is not None:
             following[0].fetch(following[1])
