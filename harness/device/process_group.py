@@ -51,7 +51,7 @@ def start(env: LaunchEnv) -> torch.device:
     mask_norms_on_the_device()
     import_muon_without_compiler()
     timeout = run_timeout()
-    sign_objects()
+    sign_objects()  # before any rank sends an object
     if not dist.is_initialized():
         env.export(os.environ)
         store = open_store(env, timeout)
@@ -77,8 +77,7 @@ def start(env: LaunchEnv) -> torch.device:
 def device_index(local_rank: int, visible: int) -> int:
     """Return the index of a rank's device among the visible ones: 0 if CUDA_VISIBLE_DEVICES leaves only one.
 
-    Raises:
-        UserError: more local ranks than visible devices.
+    Raises UserError for more local ranks than visible devices.
     """
     if visible == 1:
         return 0
@@ -97,7 +96,9 @@ def all_arrive(barrier: str, seconds: float) -> bool:
 
     The first rank that sees all others, or gives up, decides for all.
     """
-    store, ranks, verdict = shared_store(), range(dist.get_world_size()), "all"
+    store = shared_store()
+    ranks = range(dist.get_world_size())
+    verdict = "all"
     store.set(f"{barrier} {dist.get_rank()}", "")
     try:
         store.wait([f"{barrier} {rank}" for rank in ranks], timedelta(seconds=seconds))

@@ -64,7 +64,7 @@ def host_group() -> dist.ProcessGroup | None:
 
 @lru_cache(maxsize=1)
 def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    if "cpu:" in dist.get_backend_config(world):
+    if "cpu:" in dist.get_backend_config(world):  # a backend for each kind of device, as in cpu:gloo,cuda:nccl
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=run_timeout())
     return group
@@ -182,6 +182,7 @@ def all_or_none(action: Callable[[], T]) -> T:
         if isinstance(error, OSError):
             path = error.filename2 or error.filename  # for a rename, the target
             problem = f"{path}: {reason(error)}" if path else reason(error)
+    # Usually this is all: one small all-reduce. The messages are gathered only after a failure.
     is_somewhere = any_rank(bool(problem))
     if problem or is_somewhere:
         raise UserError(next(filter(None, all_gather_object(problem)), "another rank has failed"))

@@ -71,7 +71,8 @@ class LaunchEnv:
         local_rank = _number(environ, "LOCAL_RANK", *names.local_rank)
         local_size = _number(environ, *PLAIN.local_world_size, *names.local_world_size)
         if names is SLURM and local_size is None:
-            local_size = _slurm_tasks_here(environ)
+            counts = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+            local_size = tasks_on_node(counts, _number(environ, "SLURM_NODEID") or 0)
         if local_size is None:
             local_size = world_size  # unknown: assume one host
         address, port = _master(environ, names, one_host=local_size == world_size)
@@ -188,7 +189,6 @@ def inherited(*prefixes: str) -> dict[str, str]:
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:
-    """Replace this process's environment."""
     os.environ.clear()
     os.environ.update(environment)
 
@@ -211,7 +211,8 @@ def cache_folder() -> Path:
 
 def _world_size(environ: Mapping[str, str], names: Names) -> int | None:
     """Return the number of ranks. UserError if WORLD_SIZE contradicts the launcher's own variable."""
-    stated, announced = _number(environ, "WORLD_SIZE"), _number(environ, *names.world_size)
+    stated = _number(environ, "WORLD_SIZE")
+    announced = _number(environ, *names.world_size)
     if stated is not None and announced is not None and stated != announced:
         raise UserError(
             f"WORLD_SIZE is {stated}, but {names.world_size[0]} says {announced}: unset it, or start {stated} ranks"
@@ -219,14 +220,10 @@ def _world_size(environ: Mapping[str, str], names: Names) -> int | None:
     return announced if stated is None else stated
 
 
-def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    return tasks_on_node(counts, _number(environ, "SLURM_NODEID") or 0)
-
-
 def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tuple[str | None, int | None]:
     """Return address and port of rank 0, as given or as derived equally on every rank; None for an unknown one."""
-    address, port = environ.get("MASTER_ADDR"), _number(environ, "MASTER_PORT")
+    address = environ.get("MASTER_ADDR")
+    port = _number(environ, "MASTER_PORT")
     if names is PLAIN:
         if one_host and port == DEEPSPEED_PORT and (launch := ancestor(DEEPSPEED_LAUNCH)):
             # With DeepSpeed's default port, two runs on a host would collide.

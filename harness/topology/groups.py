@@ -37,14 +37,8 @@ class Groups:
     device: torch.device = CPU
 
     def along(self, axis: Axis) -> ProcessGroup | None:
-        """Return this rank's group along `axis`."""
         groups = {"pipeline": self.pp_group, "data": self.dp_group, "context": self.cp_group, "tensor": self.tp_group}
         return groups[axis]
-
-    @property
-    def first_of_copies(self) -> bool:
-        """Whether this is the first data-parallel rank with its experts."""
-        return self.coordinate.dp_rank < self.layout.ep_data_size
 
     @cached_property
     def is_first_stage(self) -> bool:
@@ -109,7 +103,8 @@ def second_data_groups(groups: Groups) -> dict[tuple[int, ...], ProcessGroup]:
     All ranks call it. Collectives of one group run in order. Weights that are sent in a second group do not delay the
     next reduction over the data-parallel ranks.
     """
-    layout, found = groups.layout, {}
+    layout = groups.layout
+    found = {}
     for ranks in [*layout.groups("data"), *(layout.expert_copies() if groups.ep_group is not None else [])]:
         if len(ranks) > 1:
             group = dist.new_group(ranks, timeout=run_timeout())
@@ -124,7 +119,7 @@ def _build_axis(all_ranks: list[list[int]], layout: Layout, rank: int) -> Proces
     for ranks in all_ranks:
         if len(ranks) == 1:
             return None
-        if len(ranks) == layout.world_size:
+        if len(ranks) == layout.world_size:  # a second group of all ranks would only cost connections and threads
             return dist.group.WORLD
         group = dist.new_group(ranks, timeout=run_timeout())
         if rank in ranks:

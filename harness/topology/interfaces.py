@@ -62,6 +62,7 @@ def require_interfaces(environ: Mapping[str, str]) -> None:
     present = [name for _, name in socket.if_nameindex()]
     for variable in VARIABLES:
         for wanted in filter(None, environ.get(variable, "").split(",")):
+            # gloo takes names. NCCL takes prefixes of names, names after `=`, and after `^` those to leave out.
             exact = variable.startswith("GLOO") or wanted.startswith("=")
             name = wanted.lstrip("=")
             found = name in present if exact else any(each.startswith(name) for each in present)

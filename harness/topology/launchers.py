@@ -104,11 +104,13 @@ class HostAssignment:
         for name, names in HOST_LAUNCHERS.items():
             if names.needs and names.needs not in environ:
                 continue
-            nodes, rank = environ.get(names.count, ""), environ.get(names.rank, "")
+            nodes = environ.get(names.count, "")
+            rank = environ.get(names.rank, "")
             addresses = environ.get(names.address, "")
             address = first_host(addresses) if name == "slurm" else next(iter(addresses.split()), "")
             endpoint = environ.get(names.endpoint, "") if names.endpoint else ""
             endpoint = endpoint or (f"{address}:{environ.get(names.port) or PORT}" if address else "")
+            # A single host has nobody to meet. Only torchrun's hosts agree on their numbers themselves.
             if nodes in ("", "1", "1:1") or not endpoint or (not rank and name != "torchrun"):
                 continue
             if name == "slurm" and _tasks_here(environ) != 1:
@@ -127,5 +129,6 @@ class HostAssignment:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    counts, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    node = environ.get("SLURM_NODEID", "0")
     return tasks_on_node(counts, int(node) if node.isdigit() else 0)

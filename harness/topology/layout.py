@@ -38,7 +38,6 @@ class Coordinate:
     cp_rank: int
 
     def along(self, axis: Axis) -> int:
-        """Return the coordinate along one axis."""
         return {"pipeline": self.stage, "data": self.dp_rank, "context": self.cp_rank, "tensor": self.tp_rank}[axis]
 
     def __str__(self) -> str:
@@ -114,7 +113,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return self.pp_size * self.dp_size * self.tp_size
 
     def sizes(self) -> dict[str, int]:
@@ -149,7 +147,8 @@ class Layout:
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Return all groups of ranks along `axis`, sorted by first rank; together they contain every rank once."""
-        stride, size = self._stride(axis), self.sizes()[axis]
+        stride = self._stride(axis)
+        size = self.sizes()[axis]
         return [self.ranks_along(axis, rank) for rank in range(self.world_size) if rank // stride % size == 0]
 
     def stage_ranks(self, stage: int) -> list[int]:

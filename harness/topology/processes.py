@@ -20,6 +20,7 @@ def parent_of(process: int) -> int:
     if process == os.getpid():
         return os.getppid()
     try:
+        # The command's name, in brackets, may itself contain brackets and spaces: split behind the last bracket.
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0

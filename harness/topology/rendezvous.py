@@ -20,7 +20,8 @@ from harness.topology.interfaces import listen_at, reachable
 from harness.topology.peers import POLL_S, may_come
 
 LAST = "device of the last"  # key: the kind of device of the last rank to arrive; "" if a rank has failed
-FAILED, TOLD = "failed", "told"  # keys: the message of a failed rank, and the number of ranks that know it
+FAILED = "failed"  # key: the message of a failed rank
+TOLD = "told"  # key: the number of ranks that know it
 READING_S = 5.0  # how long rank 0, which serves the store, waits for the others to read that a rank has failed
 
 
@@ -74,7 +75,8 @@ def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
 
 def note_told(store: dist.Store, env: LaunchEnv, seconds: float) -> None:
     """Count this rank among the ranks that know of a failure. Rank 0 then waits for the others."""
-    known, until = store.add(TOLD, 1), time.monotonic() + seconds
+    known = store.add(TOLD, 1)
+    until = time.monotonic() + seconds
     while env.rank == 0 and known < env.world_size and time.monotonic() < until and may_come(env):
         time.sleep(POLL_S)
         known = store.add(TOLD, 0)

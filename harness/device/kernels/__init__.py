@@ -53,11 +53,13 @@ def _try(device: torch.device) -> None:
     x = torch.randn((2, 2, 3, 8), generator=torch.Generator().manual_seed(0)).half().to(device)
     logits = x.clone().requires_grad_()
     largest, sums = exponentials(x)
-    log_sums, labels, ones = largest + sums.log(), torch.full_like(largest, 5, dtype=torch.int64), torch.ones_like
+    log_sums = largest + sums.log()
+    labels = torch.full_like(largest, 5, dtype=torch.int64)
+    ones = torch.ones_like(sums)
     require_close(log_sums, x.float().logsumexp(-1))
     loss = functional.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="sum")
     of_logits = torch.empty_like(x)
-    probabilities_less_label(x, of_logits, log_sums, labels, ones(sums), ones(sums))
+    probabilities_less_label(x, of_logits, log_sums, labels, ones, ones)
     require_close(of_logits, *torch.autograd.grad(loss, [logits]))
 
 
@@ -73,7 +75,8 @@ def _programs() -> ModuleType:
 
 def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of each row of `logits` [..., n], and the sum of exp(logit - largest): float32, [...]."""
-    largest, sums = (torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device) for _ in range(2))
+    largest = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(largest)
     _programs().exponentials[(largest.numel(),)](logits, largest, sums, logits.shape[-1], block=4096)
     return largest, sums
 
