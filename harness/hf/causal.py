@@ -362,7 +362,8 @@ def _computing_apart(
 
     `tensor` is the tensor-parallel group if sequence parallelism splits the tokens over it, else None.
     """
-    outer, plan = blueprint.outer, apart.plan
+    outer = blueprint.outer
+    plan = apart.plan
     blueprint = replace(blueprint, sequence=_shared_sequence(outer, tensor, apart))
     if not apart.is_any:
         return blueprint
@@ -481,5 +482,6 @@ def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int
     part = vocab_size // size
     generator = torch.Generator().manual_seed(0)
     output: Tensor = torch.randn(1, 2, vocab_size, generator=generator).to(outer.device)
-    whole, local = (outer.finish(plan.head, part).logits for part in (output, output[..., :part]))
+    whole = outer.finish(plan.head, output).logits
+    local = outer.finish(plan.head, output[..., :part]).logits
     return whole.shape == output.shape and torch.equal(whole[..., :part], local)

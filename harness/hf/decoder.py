@@ -121,10 +121,12 @@ class Blueprint:
     @property
     def schema(self) -> PayloadSpec:
         """The tensors that layers pass on: the states that the model's forward needs, and router logits."""
-        schema, depth, capture = self.outer.schema, len(self.outer.layers), self.capture
-        if capture is not None:
-            for index in sorted(capture.layers):
-                schema = schema.with_state(CarriedTensor(name=capture.state_name(index), made=index, used=depth))
+        schema = self.outer.schema
+        if self.capture is not None:
+            depth = len(self.outer.layers)
+            for index in sorted(self.capture.layers):
+                state = CarriedTensor(name=self.capture.state_name(index), made=index, used=depth)
+                schema = schema.with_state(state)
         return schema
 
 
@@ -201,13 +203,17 @@ class Prologue(ModelLayer):
         """Return the first layer's input for ids, or ids and position ids, each [batch, sequence]."""
         if self.chain is not None and self.sequence is None:
             hidden = self.called(self.chain, inputs[0])
+            # Copies, for the same reason as below.
             return (hidden, *map(torch.clone, inputs)) if self.passes_tokens or len(inputs) > 1 else hidden
         tokens = Tokens.of(inputs)
         own = tokens
         if self.sequence is not None:
             self.sequence.require_enough(tokens)
             own = own_tokens(tokens, self.outer, self.sequence.context) if self.takes_shard else tokens
-        payload = self._entered(own)
+        if self.chain is not None:
+            payload = StagePayload(hidden=self.called(self.chain, own.ids))
+        else:
+            payload = self.outer.enter(own, {name: self.get_submodule(name) for name in self.names}, self.training)
         if self.passes_tokens or tokens.positions is not None:
             # Copy: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids.
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
@@ -216,12 +222,6 @@ class Prologue(ModelLayer):
             payload = self.sequence.split(payload, tokens)
         return self.schema.close(0, payload)
 
-    def _entered(self, tokens: Tokens) -> StagePayload:
-        """Return the payload for the first layer, without the tokens."""
-        if self.chain is not None:
-            return StagePayload(hidden=self.called(self.chain, tokens.ids))
-        return self.outer.enter(tokens, {name: self.get_submodule(name) for name in self.names}, self.training)
-
 
 class DecoderLayer(ModelLayer):
     """One decoder layer: hidden state -> hidden state, both [batch, sequence, width]."""
@@ -229,7 +229,8 @@ class DecoderLayer(ModelLayer):
     recompute = True
 
     def __init__(self, blueprint: Blueprint, index: int) -> None:
-        outer, name = blueprint.outer, blueprint.outer.layer_names[index]
+        outer = blueprint.outer
+        name = outer.layer_names[index]
         tiled = _tiled_blocks(blueprint, index)
         super().__init__(blueprint, {name: outer.layers[index]}, partial(_leaves, outer, index, tiled))
         self.index = index
@@ -244,7 +245,7 @@ class DecoderLayer(ModelLayer):
         self.context_layer = None
         if blueprint.shard_layer is not None and self.sequence is not None and gathered is not None:
             self.context_layer = blueprint.shard_layer(layer, gathered, index, self.sequence.context)
-        # otherwise every rank runs the layer on all tokens
+        # A layer that cannot run on a shard runs on all tokens on every rank.
         self.takes_shard = self.sequence is not None and (
             blueprint.shard_layer is None or self.context_layer is not None
         )
@@ -304,7 +305,10 @@ class DecoderLayer(ModelLayer):
         self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
     ) -> StagePayload:
         """Run the layer on all tokens, but pass on only this rank's tokens."""
-        joined, inputs = sequence.join_all(payload), _with_whole_masks(inputs)
+        joined = sequence.join_all(payload)
+        # A mask made for a few queries at a time (`MaskRows`) must be whole here.
+        args, kwargs = tree_map_only(MaskRows, MaskRows.whole, (inputs.args, dict(inputs.kwargs)))
+        inputs = LayerInputs(args, kwargs, inputs.key)
         self._expect(inputs, joined.hidden)
         passed = self._run(joined, joined.hidden, inputs)
         rows = sequence.rows(whole)
@@ -321,7 +325,8 @@ class DecoderLayer(ModelLayer):
             whole: has the shape of the hidden state of the whole sequence.
             sequence: how ranks share it, where they do.
         """
-        splits, tokens = list(self.splits), None
+        splits = list(self.splits)
+        tokens = None
         if sequence is not None:
             widths = sequence.context.widths(whole.shape[1])
             if self.share is not None:
@@ -377,9 +382,12 @@ class Epilogue(ModelLayer):
             rows = self.sequence.rows(self.sequence.as_whole(payload).hidden)
             payload = self._joined(self.sequence, payload)
         elif self.context is not None and self.takes_shard:
-            payload = self._cut(self.context, payload)
+            # Every rank has computed all tokens in all layers, so each takes its own here.
+            payload = replace(payload, hidden=self.context.own(payload.hidden), states={}, tokens=None)
         if self.tiles is not None and self.tiles.loss is not None:
-            total = self.tiles.sum(payload.hidden, partial(self._logits_of_tile, payload))
+            total = self.tiles.sum(
+                payload.hidden, lambda hidden: self._logits(replace(payload, hidden=hidden, tokens=None))
+            )
             # The model's own forward computes the router loss, and logits too: here for a single token.
             one = replace(payload, hidden=payload.hidden[:, :1])
             return total if self.capture is None else (total, self._router_loss(rows, one)[1])
@@ -398,9 +406,6 @@ class Epilogue(ModelLayer):
         logits: Tensor = self._left(payload).logits if self.chain is None else self.called(self.chain, payload.hidden)
         return logits
 
-    def _logits_of_tile(self, payload: StagePayload, hidden: Tensor) -> Tensor:
-        return self._logits(replace(payload, hidden=hidden, tokens=None))
-
     def _router_loss(self, rows: TokenRows | None, payload: StagePayload) -> tuple[Tensor, Tensor]:
         """Return the logits of the tokens in `payload` and the router loss of all tokens."""
         assert self.capture is not None
@@ -413,10 +418,6 @@ class Epilogue(ModelLayer):
         """Return the logits of this rank's shard."""
         return logits if self.context is None or self.takes_shard else self.context.own(logits)
 
-    def _cut(self, context: ContextParallel, payload: StagePayload) -> StagePayload:
-        """Return the epilogue's payload if every rank has computed all tokens in all layers."""
-        return replace(payload, hidden=context.own(payload.hidden), states={}, tokens=None)
-
     def _joined(self, sequence: SharedSequence, payload: StagePayload) -> StagePayload:
         """Return the payload for the epilogue: the hidden state and tokens of this rank's shard, or of all ranks."""
         if not self.takes_shard:
@@ -425,18 +426,8 @@ class Epilogue(ModelLayer):
         return replace(sequence.join(payload), tokens=tokens)
 
 
-def _with_whole_masks(inputs: LayerInputs) -> LayerInputs:
-    """Return the arguments with every `MaskRows` replaced by its whole mask."""
-    args, kwargs = tree_map_only(MaskRows, MaskRows.whole, (inputs.args, dict(inputs.kwargs)))
-    return LayerInputs(args, kwargs, inputs.key)
-
-
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
-    """Return the model's pipeline layers: prologue, decoder layers, epilogue, with the model's tied weights.
-
-    Raises:
-        UserError: a tie cannot be kept.
-    """
+    """Return the pipeline layers: prologue, decoder layers, epilogue. Raises UserError if a tie cannot be kept."""
     outer = blueprint.outer
     middle = [(DecoderLayer, blueprint, index) for index in range(len(outer.layers))]
     kinds: list[tuple[object, ...]] = [(Prologue, blueprint), *middle, (Epilogue, blueprint)]
@@ -450,10 +441,7 @@ def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
 def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> frozenset[str]:
     """Return the names, with * for numbers, of parameters that `cut` splits into unequal shards.
 
-    To find out, one layer of each kind is sharded on meta.
-
-    Raises:
-        UserError: a layer cannot be cut.
+    To find out, one layer of each kind is sharded on meta. Raises UserError if a layer cannot be cut.
     """
     kinds: dict[Hashable, tuple[str, nn.Module]] = {}
     for name, layer in zip(outer.layer_names, outer.layers, strict=True):
@@ -479,8 +467,7 @@ class Tie:
 def find_ties(outer: OuterForward) -> list[Tie]:
     """Return the parameters that two or more pipeline layers share (a tied head, a shared block).
 
-    Raises:
-        UserError: a layer shares different parameters with different layers, but DeepSpeed ties a layer only once.
+    Raises UserError if a layer shares different parameters with different layers: DeepSpeed ties a layer only once.
     """
     places: dict[int, dict[int, str]] = {}  # a parameter's id -> pipeline layer -> its name there
     layers = [{name: layer} for name, layer in zip(outer.layer_names, outer.layers, strict=True)]
@@ -513,7 +500,8 @@ def _tiled_blocks(blueprint: Blueprint, index: int) -> list[str]:
     """Return the names of the blocks in decoder layer `index` that are computed in tiles."""
     if blueprint.tile_block is None or blueprint.plan is None:
         return []
-    layer, capture = blueprint.outer.layers[index], blueprint.capture
+    layer = blueprint.outer.layers[index]
+    capture = blueprint.capture
     named = ((name, layer.get_submodule(name)) for name in sorted(blueprint.plan.alone_in(layer)))
     # A router must be called once, because its logits are captured from one call.
     return [name for name, block in named if capture is None or not capture.has_router(block, name)]

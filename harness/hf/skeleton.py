@@ -91,7 +91,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
         skeleton = copy.deepcopy(model, memo)
     except Exception as error:  # a user's module may hold anything
         raise UserError(f"this {type(model).__name__} cannot be copied: {error}") from error
-    skeleton.config.use_cache = False
+    skeleton.config.use_cache = False  # keys and values of earlier calls are for generation alone
     if getattr(skeleton.config, "output_router_logits", False):
         skeleton.config.output_router_logits = False
     wanted = attention_of(config)
@@ -162,16 +162,16 @@ class ModelSource:
     def of_model(cls, model: PreTrainedModel) -> ModelSource:
         """Return the source for a model in memory, with its weights and buffers.
 
-        Raises:
-            UserError: the model has several parts, or another class than its config implies (so it may not be a causal
-                decoder), or something that training would lose (`require_plain`).
+        Raises UserError if the model has several parts, another class than its config implies (so it may not be a
+        causal decoder), or something that training would lose (`require_plain`).
         """
         if is_composite(model.config):
             raise UserError(
                 f"a {type(model).__name__} in memory has several parts: save it and give its directory, "
                 "then its text decoder is trained"
             )
-        kind, of_config = type(model).__name__, type(model.config).__name__
+        kind = type(model).__name__
+        of_config = type(model.config).__name__
         if causal_class(model.config) is not type(model):
             raise UserError(
                 f"a {kind} in memory is not the causal decoder that transformers makes from its {of_config}: "
@@ -241,8 +241,7 @@ def is_composite(config: PretrainedConfig) -> bool:
 def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
     """Return a vision-language model's text decoder config, with a warning, or any other config unchanged.
 
-    Raises:
-        UserError: transformers has no causal class for the text decoder alone.
+    Raises UserError if transformers has no causal class for the text decoder alone.
     """
     if not is_composite(config):
         return config
@@ -271,19 +270,17 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     kind = type(config)
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     if known is None:
-        listed, wholes = (_classes(kind, names) for names in LISTED)
+        package = kind.__module__.split(".")[-2:-1]
+        # Of both tables, model type -> class name, the classes in the config's own package.
+        listed, wholes = (
+            [name for key, name in names.items() if [model_type_to_module_name(key)] == package] for names in LISTED
+        )
         known = next((found for name in listed if (found := getattr(transformers, name)).config_class is kind), None)
         if known is None and wholes:
             known = decoder_of_part(kind, wholes)
         if known is not None:
             AutoModelForCausalLM.register(kind, known, exist_ok=True)
     return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
-
-
-def _classes(kind: type[PretrainedConfig], names: Mapping[str, str]) -> list[str]:
-    """Return the classes in `names` (model type -> class name) from the package of a config class."""
-    package = kind.__module__.split(".")[-2:-1]
-    return [name for key, name in names.items() if [model_type_to_module_name(key)] == package]
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
@@ -295,8 +292,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Build the causal language model of `config` on the meta device, in training mode.
 
-    Raises:
-        UserError: transformers has none, or not with the attention implementation that the config asks for.
+    Raises UserError if transformers has none, or not with the attention implementation that the config names.
     """
     config = copy.deepcopy(config)
     config.use_cache = False
@@ -325,21 +321,21 @@ def with_key_per_head(config: PretrainedConfig) -> PretrainedConfig | None:
     """
     text = config.get_text_config(decoder=True)
     # Not getattr: transformers raises if each layer has its own number.
-    heads, keys = (vars(text).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads = vars(text).get("num_attention_heads")
+    keys = vars(text).get("num_key_value_heads")
     if not isinstance(heads, int) or not isinstance(keys, int) or heads <= keys:
         return None
     changed = copy.deepcopy(config)
     changed.get_text_config(decoder=True).num_key_value_heads = heads
-    before, after = (
-        {name: parameter.shape for name, parameter in build_skeleton(each).named_parameters()}
-        for each in (config, changed)
-    )
+    before = {name: parameter.shape for name, parameter in build_skeleton(config).named_parameters()}
+    after = {name: parameter.shape for name, parameter in build_skeleton(changed).named_parameters()}
     return changed if before == after else None
 
 
 def too_few_key_heads(config: PretrainedConfig, changed: PretrainedConfig) -> UserError:
     """Return the error for a config that `with_key_per_head` has changed."""
-    keys, heads = (each.get_text_config(decoder=True).num_key_value_heads for each in (config, changed))
+    keys = config.get_text_config(decoder=True).num_key_value_heads
+    heads = changed.get_text_config(decoder=True).num_key_value_heads
     return UserError(
         f"model type {config.model_type!r}: num_key_value_heads is {keys}, but its weights have a key for each of the "
         f"{heads} heads, so transformers' attention fails: set num_key_value_heads to {heads}, which changes no weight"

@@ -86,6 +86,7 @@ class TokenSplitSupport:
 
     def blocks_of(self, layer: nn.Module) -> frozenset[str] | None:
         """Return the blocks of a layer that need all tokens; None if the whole layer does."""
+        # A kind that the trial has not seen is missing too: then all tokens are right for any layer.
         return None if self.whole else self.gathered.get(kind_of_layer(layer))
 
     def alone_in(self, layer: nn.Module) -> frozenset[str]:
@@ -124,7 +125,7 @@ UNSPLIT = TokenSplit()
 def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules of a layer that hold parameters of at least `least` dimensions, with their names."""
     for name, child in layer.named_children():
-        if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
+        if type(child) in (nn.ModuleList, nn.ModuleDict):  # a container is never called, so no hook on it would run
             yield from named_blocks(child, least, f"{prefix}{name}.")
         elif any(param.dim() >= least for param in child.parameters()):
             yield f"{prefix}{name}", child
@@ -132,6 +133,7 @@ def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator
 
 def kind_of_layer(layer: nn.Module) -> Hashable:
     """Return a key that is equal for a layer, with or without adapters, and the same layer of a tiny copy."""
+    # Without shapes, which a tiny copy does not share. Adapters wrap a block, so the class inside decides.
     return type(layer).__name__, tuple(
         (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
     )
@@ -144,6 +146,7 @@ def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) ->
     could not make masks that keep documents apart.
     """
     positions = tokens.positions
+    # Without positions a model counts from 0, which is wrong for every shard but the first.
     if positions is None and outer.takes_positions:
         positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)
     return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions), is_packed=False)

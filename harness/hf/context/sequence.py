@@ -70,6 +70,7 @@ class SharedSequence:
 
     def share(self, shard: Tensor) -> Tensor:
         """Return this rank's share of its context rank's hidden state [batch, tokens, width], contiguous to be sent."""
+        # A view along the tokens has gaps between the rows of a batch, which point-to-point sends refuse.
         return shard.contiguous() if self.group is None else split_sequence(shard, self.group)
 
     def length(self, payload: StagePayload) -> int:
@@ -85,6 +86,7 @@ class SharedSequence:
 
     def as_whole(self, payload: StagePayload) -> StagePayload:
         """Return the payload with a hidden state of the whole sequence's shape: one token expanded without a copy."""
+        # Masks and rotary tables are made from its shape, dtype and device alone.
         token = payload.hidden.detach()[:, :1]
         return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
 

@@ -94,7 +94,7 @@ class ForwardProbe(ForwardRun):
                 f"{self.forward.described} does not call each of its layers once and in order, "
                 "so it cannot be split into stages"
             )
-        self.calls.append((hidden, inputs.mapped(lambda tensor: tensor)))
+        self.calls.append((hidden, inputs.mapped(lambda tensor: tensor)))  # a copy: layers write to mappings
         self.outputs.append(self._source(hidden_name(index), index, hidden))
         further = self.forward.facts.observe(index, inputs, hidden).tensors
         self.known = {name: self._source(name, index, like) for name, like in further.items()}
@@ -205,7 +205,8 @@ def _last_change(base: ForwardProbe, other: ForwardProbe) -> int:
     if not same(base.tail, other.tail):
         return len(base.calls)
     for index in reversed(range(len(base.calls))):
-        (hidden, inputs), (other_hidden, other_inputs) = base.calls[index], other.calls[index]
+        hidden, inputs = base.calls[index]
+        other_hidden, other_inputs = other.calls[index]
         if not inputs.equals(other_inputs) or not (base.passes_on(index) or same(hidden, other_hidden)):
             return index
     return -1

@@ -99,7 +99,8 @@ def find_chains(forward: PlaceholderForward) -> Chains:
                 probe = ChainProbe(forward, dtype).chains
             found.add(probe)
     forward.model.train(training)
-    prologues, epilogues = {chains.prologue for chains in found}, {chains.epilogue for chains in found}
+    prologues = {chains.prologue for chains in found}
+    epilogues = {chains.epilogue for chains in found}
     return Chains(
         prologues.pop() if len(prologues) == 1 else None,
         epilogues.pop() if len(epilogues) == 1 else None,

@@ -164,7 +164,8 @@ class OuterForward(PlaceholderForward):
         The other inputs are made once for each shape and dtype of hidden states. If they depend on token or position
         ids, they are made once per micro-batch; if they depend on states, at every call, so that states get gradients.
         """
-        hidden, tokens = payload.hidden, payload.tokens
+        hidden = payload.hidden
+        tokens = payload.tokens
         if self.schema.replayed:
             return self._replay(index, payload)
         if tokens is not None and (self.schema.tokens or tokens.positions is not None):

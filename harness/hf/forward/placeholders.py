@@ -41,10 +41,7 @@ def find_stack(model: PreTrainedModel) -> str:
     It is a list with as many layers as the config has, or any list if none has (some configs count a layer twice). A
     list inside another list's layer does not count. If there are several, it is the one whose layer the forward calls
     first when it gets only token ids (an encoder of images is not called then), else the largest. The analysis of the
-    forward checks that its layers are called one after the other (`analysis.py`).
-
-    Raises:
-        UserError: the model has no such list.
+    forward checks that its layers are called one after the other (`analysis.py`). Raises UserError without a list.
     """
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     sizes: dict[str, int] = {}
@@ -293,7 +290,8 @@ class PlaceholderForward:
 
     def _place_layers(self, layers: Mapping[str, nn.Module]) -> None:
         """Make these, given by name, the decoder layers, and put placeholders in their place."""
-        self.layers, self.layer_names = list(layers.values()), list(layers)
+        self.layers = list(layers.values())
+        self.layer_names = list(layers)
         self.facts = LayerFacts(self.layers, self.layer_names)
         for index, (name, layer) in enumerate(layers.items()):
             put(self.model, name, PlaceholderLayer(layer, partial(self._at_layer, index)))
@@ -302,7 +300,8 @@ class PlaceholderForward:
         """Make these, given by name, modules around the layers, and put placeholders in their place."""
         for name, module in modules.items():
             placeholder = PlaceholderModule(without_adapters(module), self.device, partial(self._at_module, name))
-            self.owners[name], self._placeholders[name] = module, placeholder
+            self.owners[name] = module
+            self._placeholders[name] = placeholder
             put(self.model, name, placeholder)
 
     def _skipped_layers(self) -> dict[str, nn.Module]:
@@ -401,6 +400,7 @@ def _revive_buffers(model: PreTrainedModel, stack: str, device: torch.device, va
         inside = name == stack or name.startswith(stack + ".")
         if inside or has_own_parameters(module) or not any(True for _ in module.buffers(recurse=False)):
             continue
+        # Their values were lost on meta, and those that are not persistent are in no checkpoint.
         module.to_empty(device=device, recurse=False)
         with torch.no_grad():
             _model_around(model, name)._init_weights(module)  # noqa: SLF001  # it fills buffers too

@@ -25,7 +25,8 @@ FEW_SHAPES = 16
 """Number of input shapes up to which cuDNN's plans are worth their time."""
 INSTALLED_FLASH = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
 """Flash-attentions that torch can call instead of its own, and their packages."""
-FLASH, FLEX = "flash", "flex_attention"
+FLASH = "flash"
+FLEX = "flex_attention"
 FLEX_DEVICES = ("cuda", "xpu")
 
 
@@ -114,6 +115,7 @@ class AttentionKernels:
             "efficient": SDPBackend.EFFICIENT_ATTENTION,
             "math": SDPBackend.MATH,
         }
+        # All kernels in order, not the first alone: a kernel refuses some masks, dtypes and head sizes.
         with sdpa_kernel([kernels.pop(self._first), *kernels.values()], set_priority=True):
             yield
 

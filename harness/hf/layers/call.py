@@ -89,6 +89,7 @@ def same(a: object, b: object) -> bool:
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a is b:  # comparing values would wait for the device
         return True
+    # For torch.equal, NaN differs from NaN.
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
@@ -107,7 +108,8 @@ def _mapped(value: Argument, change: Callable[[Tensor], object]) -> Argument:
     return value
 
 
-META, CPU = torch.device("meta"), torch.device("cpu")
+META = torch.device("meta")
+CPU = torch.device("cpu")
 # Errors of a forward that reads the values of tensors on meta.
 ASKS_FOR_VALUES = (NotImplementedError, RuntimeError, ValueError)
 # Errors of a forward that needs something that a placeholder lacks.

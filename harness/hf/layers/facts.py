@@ -114,13 +114,12 @@ def kind_of(layer: nn.Module) -> Hashable:
 def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
     """Run a layer on meta with `hidden` [batch, sequence, width]; return the structure of its other outputs.
 
-    Raises:
-        UserError: the layer does not return a hidden state first, or appends to a list argument.
+    Raises UserError if the layer does not return a hidden state first, or appends to a list argument.
     """
 
     def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[LayerOutput, LayerInputs, Contents]:
-        before = _contents(passed)
-        # Copy `before` first: a layer changes its mapping arguments.
+        # Copied first: a layer changes its mapping arguments.
+        before = {at: dict(value) for at, value in passed.arguments().items() if isinstance(value, MutableMapping)}
         return passed.apply(module, state), passed, before
 
     output, passed, before = dry_run(layer, inputs, hidden, run)
@@ -132,12 +131,6 @@ def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Ten
     extras, spec = tree_flatten(tuple(output[1:])) if isinstance(output, (tuple, list)) else (None, None)
     effects = tuple(_effects(name, layer, inputs, passed, before))
     return LayerOutputSpec(name=name, extras=extras, spec=spec, effects=effects)
-
-
-def _contents(inputs: LayerInputs) -> Contents:
-    return {
-        argument: dict(value) for argument, value in inputs.arguments().items() if isinstance(value, MutableMapping)
-    }
 
 
 def _effects(
@@ -186,11 +179,14 @@ def leaves_of_sequence(sequence: nn.Module, calls: Iterable[LayerCall], inputs: 
         inputs: inputs of the first call; only shapes and dtypes count.
     """
     names = {id(module): name for name, module in sequence.named_modules()}
-    value, leaves = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), inputs), []
+    value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), inputs)
+    leaves: list[str] = []
     for call in calls:
-        module, function = call, None
+        module = call
+        function: LayerCall | None = None
         if isinstance(call, partial) and call.args and isinstance(call.args[0], nn.Module):
-            module, function = call.args[0], call.func
+            module = call.args[0]
+            function = call.func
         if isinstance(module, nn.Module):
             outputs: list[Value] = []
             found = leaves_of(module, partial(_keep_output, outputs, function, value))
@@ -229,15 +225,13 @@ class _Watch:
 
     def lowest_leaf(self, name: str) -> str:
         """Return the innermost module, from `name` outwards, that may be a leaf, or "" for the layer itself."""
-        while name and not self._may_be_leaf(name):
+        while name:
+            reads = [running for owner, found in self.reads.items() if _within(owner, name) for running in found]
+            # Called once, and all of its parameters read while it runs.
+            if self.calls[name] == 1 and all(name in running for running in reads):
+                break
             name = name.rpartition(".")[0]
         return name
-
-    def _may_be_leaf(self, name: str) -> bool:
-        read_inside = all(
-            name in running for owner, all_ in self.reads.items() if _within(owner, name) for running in all_
-        )
-        return self.calls[name] == 1 and read_inside
 
     def _call(
         self,
@@ -314,7 +308,8 @@ class LayerFacts:
     def observe(self, index: int, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
         """Return the outputs of layer `index` besides `hidden` [batch, sequence, width], found at its first call."""
         if index not in self._output_specs:
-            layer, name = self._layers[index], self._names[index]
+            layer = self._layers[index]
+            name = self._names[index]
             kind = kind_of(layer)  # run once per kind: a layer that reads values takes a second
             if kind not in self._output_specs_by_kind:
                 self._output_specs_by_kind[kind] = output_spec_of(name, layer, inputs, hidden)
@@ -335,6 +330,7 @@ class LayerFacts:
         kind = kind_of(layer)
         if kind not in self._leaves:
             inputs, hidden = self._examples[kind]
-            inputs, hidden = inputs.mapped(lambda tensor: tensor.to(META)), hidden.to(META)
+            inputs = inputs.mapped(lambda tensor: tensor.to(META))
+            hidden = hidden.to(META)
             self._leaves[kind] = leaves_of(layer, lambda watched: inputs.apply(watched, hidden))
         return self._leaves[kind]

@@ -87,9 +87,7 @@ class Checkpoint:
 
 @torch.no_grad()
 def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
-    """Find every tensor of `model`, a skeleton, in the files of `directory`.
-
-    Warn about tensors that the model lacks.
+    """Find every tensor of `model`, a skeleton, in the files of `directory`; warn about tensors that the model lacks.
 
     Raises:
         UserError: a tensor is missing or has another shape.
@@ -225,7 +223,8 @@ def _refuse(directory: Path, stored: Iterable[str], info: LoadStateDictInfo, mod
             warn(f"{directory}: missing from the checkpoint, so initialised as in a new model: {_some(buffers)}")
         return
     # Names as the files would have them, which people can look for; a base model saved alone lacks the prefix.
-    stored, prefix = set(stored), model.base_model_prefix + "."
+    stored = set(stored)
+    prefix = model.base_model_prefix + "."
     concerned = {*missing, *(name for name, *_ in misshapen), *info.conversion_errors}
     lacking = [
         written

@@ -136,16 +136,13 @@ class Drawn:
 
     def read(self, into: Tensor, box: Box) -> None:
         """Draw the pieces that overlap `box`; copy the values in it to `into`, which has the sizes of `box`."""
-        for piece in _pieces(self.shape, self._piece_size):
+        most = prod(self.shape) if self.changes is None else PIECE_BYTES // self.dtype.itemsize
+        for piece in _pieces(self.shape, most):
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True)]
             if all(first < last for first, last in common):
                 inside = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, piece, strict=True))
                 place = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
                 into[place].copy_(self._piece(piece)[inside])
-
-    @property
-    def _piece_size(self) -> int:
-        return prod(self.shape) if self.changes is None else PIECE_BYTES // self.dtype.itemsize
 
     def _piece(self, box: Box) -> Tensor:
         """Return the values of a piece; the last piece is cached, as several parts of it may be read."""
@@ -157,6 +154,7 @@ class Drawn:
         return self.scratch.values
 
     def _draw(self, start: int, values: Tensor) -> Tensor:
+        # Not Python's `hash`: it differs between processes.
         digest = hashlib.sha256(f"{self.seed}:{self.name}:{start}".encode()).digest()
         seed = int.from_bytes(digest[:8], "little")
         if self.changes is None:  # a family may draw as it likes

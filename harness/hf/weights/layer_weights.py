@@ -8,7 +8,7 @@ They need only a few MB besides the layer itself: no tensor is read or drawn who
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +56,7 @@ class ModelWeights(Protocol):
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Fill what the materialised `layer` holds, in the order of the files."""
-        local = dict(_named_tensors(layer))
+        local = dict([*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()])
         values = self.values(whole, local.keys(), next(iter(local.values())).device)
         # In the order of the files, so that the disk is read sequentially.
         for name in sorted(local, key=lambda name: _position(values[name])):
@@ -104,7 +104,6 @@ class NoValues(ModelWeights):
     part: None = None
 
     def values(self, _whole: nn.Module, _names: Set[str], _device: torch.device) -> Mapping[str, Tensor]:
-        """Return no values."""
         return {}
 
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
@@ -145,7 +144,10 @@ class Initialiser(ModelWeights):
             mark_unfilled([values])
             initialise(values)
             if is_unfilled(values):  # `_init_weights` has not touched it
-                values.copy_(self._of_constructor(name, values.shape))
+                # A parameter too large for `_constructed` comes from another model, built with its shape alone.
+                made = self._constructed
+                made = made if name in made else constructed(self.model, self.seed, values.shape)
+                values.copy_(made[name])
 
         return Drawn(
             name=name,
@@ -185,11 +187,6 @@ class Initialiser(ModelWeights):
                 self._initialise(child, path, inner, inside)
         inner._init_weights(module)  # noqa: SLF001  # the method in which a family draws its weights
 
-    def _of_constructor(self, name: str, shape: Sequence[int]) -> Tensor:
-        if name in self._constructed:
-            return self._constructed[name]
-        return constructed(self.model, self.seed, shape)[name]
-
     @cached_property
     def _constructed(self) -> dict[str, Tensor]:
         return constructed(self.model, self.seed)
@@ -207,7 +204,6 @@ class MemoryReader(ModelWeights):
     part: None = None
 
     def values(self, _whole: nn.Module, _names: Set[str], _device: torch.device) -> Mapping[str, Tensor]:
-        """Return all values."""
         return self.tensors
 
 
@@ -227,8 +223,7 @@ class CheckpointReader(ModelWeights):
 def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
     """Let transformers read a checkpoint that cannot be read in slices; every rank then holds all of it.
 
-    Raises:
-        UserError: `refusal`, if tensors are still missing.
+    Raises `refusal` if tensors are still missing.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
@@ -261,11 +256,6 @@ def fill_local(tensor: Tensor, full: Tensor) -> None:
         shard.read_into(tensor, full)
     else:
         tensor.copy_(full)
-
-
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters of a module, each under all of its names, and its buffers."""
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
 
 
 def _position(values: Tensor) -> tuple[str, int]:

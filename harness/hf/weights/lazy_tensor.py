@@ -157,7 +157,8 @@ class LazyTensor(Tensor):
         def changed(leaf: TensorSource) -> TensorSource:
             if not isinstance(leaf, Computed):
                 return change(leaf.name)
-            return leaf.with_inputs(lambda source: source.with_leaves(change))
+            args, kwargs = _map_lazy(lambda source: source.with_leaves(change), leaf.args, leaf.kwargs)
+            return replace(leaf, args=args, kwargs=kwargs)
 
         return LazyTensor([replace(patch, leaf=changed(patch.leaf)) for patch in self.patches], self.shape, self.dtype)
 
@@ -197,11 +198,6 @@ class Computed:
         tree_map(lambda arg: found.append(arg) if isinstance(arg, LazyTensor) else None, (self.args, self.kwargs))
         return found
 
-    def with_inputs(self, change: Callable[[LazyTensor], object]) -> Computed:
-        """Return the same function of other tensors."""
-        args, kwargs = _map_lazy(change, self.args, self.kwargs)
-        return replace(self, args=args, kwargs=kwargs)
-
     def read(self, into: Tensor, box: Box) -> None:
         """Compute all values, and copy the ones in `box` to `into`, which has the sizes of `box`."""
         args, kwargs = _map_lazy(realised, self.args, self.kwargs)
@@ -238,8 +234,7 @@ def realised(lazy: LazyTensor) -> Tensor:
 def computed(func: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> Computed:
     """Return the result of `func` as a leaf that is computed on reading; its shape is found on the meta device.
 
-    Raises:
-        NotImplementedError: `func` does not return one tensor.
+    Raises NotImplementedError if `func` does not return one tensor.
     """
     on_meta = _map_lazy(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), args, kwargs)
     shaped = func(*on_meta[0], **on_meta[1])
@@ -306,7 +301,8 @@ def _part(lazy: LazyTensor, dim: int, first: int, size: int) -> LazyTensor:
     dim %= lazy.dim()
     kept = []
     for patch in lazy.patches:
-        axis, at = patch.axes[dim], patch.start[dim]
+        axis = patch.axes[dim]
+        at = patch.start[dim]
         if axis is None:
             inside = patch if first <= at < first + size else None
         else:

@@ -68,7 +68,8 @@ class OpenFile:
         number of rows, and caches it for the other processes of this host. Raises UserError if the file cannot be read
         or is too short.
         """
-        rows, size = len(into), into[0].nbytes
+        rows = len(into)
+        size = into[0].nbytes
         page = start - start % mmap.ALLOCATIONGRANULARITY
         length = start - page + (rows - 1) * step + size
         descriptor = self._file.fileno()
@@ -141,7 +142,8 @@ class Stored:
 
     def _rows(self, into: Tensor, at: int, step: int, span: tuple[int, int]) -> None:
         """Read `span` of each row: the first begins at element `at`, the next `step` elements later."""
-        size, before = self.dtype.itemsize, span[0] * into[0, :1].numel()
+        size = self.dtype.itemsize
+        before = span[0] * into[0, :1].numel()
         wanted = into[0].numel()
         if wanted * size >= BLOCK_BYTES:
             for index, part in enumerate(into):
@@ -151,7 +153,8 @@ class Stored:
         apart = (step - wanted) * size > GAP_BYTES
         rows = max(BLOCK_BYTES // (step * size), 1)
         for first in range(0, len(into), rows):
-            part, start = into[first : first + rows], self.start + (at + first * step) * size
+            part = into[first : first + rows]
+            start = self.start + (at + first * step) * size
             if apart:
                 block = part if self._fits(part) else staging(part.shape, self.dtype, part.device)
                 self.file.read_runs(block, start + before * size, step * size)
@@ -198,9 +201,12 @@ DTYPES = {
 }
 
 # First bytes of files: a Git LFS pointer, and torch's formats since and before 1.6.
-POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
+POINTER = b"version "
+ZIP = b"PK\x03\x04"
+PICKLE = b"\x80\x02"
 
-SAMPLES, SAMPLE_BYTES = 64, 4 << 10  # blocks per file, and their size, for comparing files between hosts
+SAMPLES = 64  # blocks of a file that hosts compare
+SAMPLE_BYTES = 4 << 10
 
 # In bytes: the format's own limit, so that no file makes a reader parse gigabytes.
 LONGEST_HEADER = 100_000_000
@@ -238,7 +244,8 @@ def sampled(directory: Path) -> dict[str, tuple[int, int]]:
     """Return file name -> size and CRC-32 of sampled blocks, as reading a whole model takes minutes."""
     found = {}
     for name in weight_files(directory):
-        file, crc = OpenFile(directory / name), 0
+        file = OpenFile(directory / name)
+        crc = 0
         last = max(file.size - SAMPLE_BYTES, 0)
         for number in range(SAMPLES):
             crc = zlib.crc32(file.bytes(last * number // (SAMPLES - 1), min(SAMPLE_BYTES, file.size)), crc)
