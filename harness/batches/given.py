@@ -123,7 +123,7 @@ def require_short(dataset: MapDataset, limit: int) -> None:
         lengths = np.array(
             [0 if is_packed else tokens_of(s) or 0 for s, is_packed in zip(dataset, packed, strict=True)]
         )
-    elif type(dataset).__module__ == "datasets.arrow_dataset":  # not imported for those who do not use it
+    elif type(dataset).__module__ == "datasets.arrow_dataset":  # by name: most runs never import it
         lengths = _stored_lengths(cast("Dataset", dataset))
     else:
         return

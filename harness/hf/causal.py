@@ -216,14 +216,14 @@ class CausalModel:
         return ["Prologue", *(type(layer).__name__ for layer in self.outer.layers), "Epilogue"]
 
     def parameter_counts(self, *, trained: bool = False) -> list[int]:
-        """Return each pipeline layer's number of (trained) parameters; a tied one counts in each of its layers."""
+        """Return each pipeline layer's number of (trained) parameters; a tied parameter counts in each of them."""
         return [
             sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad or not trained)
             for modules in self._modules()
         ]
 
     def size(self, *, trained: bool = False) -> int:
-        """Return the model's number of (trained) parameters; tied ones count once."""
+        """Return the model's number of (trained) parameters; tied parameters count once."""
         parameters = {id(p): p for modules in self._modules() for module in modules for p in module.parameters()}
         return sum(p.numel() for p in parameters.values() if p.requires_grad or not trained)
 

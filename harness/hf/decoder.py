@@ -93,7 +93,7 @@ class Blueprint:
         kept: names of the parameters that stay in float32 for any `dtype`.
         buffers: name -> dtype of floating buffers.
         noise: added to the token embeddings in training.
-        sequence: how ranks share the hidden state between the layers; None: each has all of it.
+        sequence: how ranks share the hidden state between the layers; None if each rank has all of it.
         context: this rank among the context ranks, if there are any; its logits are those of its shard.
         plan: which modules can compute a subset of the tokens; None without context ranks and tiles in layers.
         shard_layer: has a layer run on a shard; None where no layer can.

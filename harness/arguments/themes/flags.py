@@ -63,7 +63,7 @@ def flag(
     Args:
         text: the help text.
         least: the smallest allowed value.
-        choices: the only allowed values; for a boolean, the ones besides true and false.
+        choices: the only allowed values; for a boolean, the words besides true and false.
         paths: whether the value is a path, or a name that may also be a path; commas do not separate several.
         hf_only: whether the flag applies only to HuggingFace models, and is refused for a list of layers.
         aliases: its names in ALIASES, which HfArgumentParser adds.

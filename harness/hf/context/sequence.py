@@ -61,7 +61,7 @@ class SharedSequence:
 
         Args:
             payload: its hidden state is of the whole sequence, or of this rank's shard.
-            tokens: those of the whole sequence.
+            tokens: the tokens of the whole sequence.
         """
         length = tokens.ids.shape[1]
         kept = payload.tokens or (tokens if length % self.size else None)

@@ -289,7 +289,7 @@ class PlaceholderForward:
             self._place_layers({name: layer for name, layer in kept if name not in skipped})
 
     def _place_layers(self, layers: Mapping[str, nn.Module]) -> None:
-        """Make these, given by name, the decoder layers, and put placeholders in their place."""
+        """Take these modules, given by name, as the decoder layers, and replace them by placeholders."""
         self.layers = list(layers.values())
         self.layer_names = list(layers)
         self.facts = LayerFacts(self.layers, self.layer_names)
@@ -297,7 +297,7 @@ class PlaceholderForward:
             put(self.model, name, PlaceholderLayer(layer, partial(self._at_layer, index)))
 
     def _place_modules(self, modules: Mapping[str, nn.Module]) -> None:
-        """Make these, given by name, modules around the layers, and put placeholders in their place."""
+        """Take these modules, given by name, as modules around the layers, and replace them by placeholders."""
         for name, module in modules.items():
             placeholder = PlaceholderModule(without_adapters(module), self.device, partial(self._at_module, name))
             self.owners[name] = module
@@ -305,10 +305,9 @@ class PlaceholderForward:
             put(self.model, name, placeholder)
 
     def _skipped_layers(self) -> dict[str, nn.Module]:
-        """Return name -> layer of those that the forward skips when it is given text alone (attention to images).
+        """Return name -> layer of the layers that the forward skips for text alone: attention to images.
 
-        They keep their weights and get no gradient. There are none in a forward that does not run: its analysis says
-        why.
+        They keep their weights and get no gradient. Empty if the forward does not run: its analysis says why.
         """
         reached: set[str] = set()
 

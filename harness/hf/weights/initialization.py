@@ -46,7 +46,7 @@ def is_unfilled(tensor: Tensor) -> bool:
 
 
 def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Return name -> CPU tensor from the model's constructor, of buffers, small parameters, and ones of `shape`."""
+    """Return name -> CPU tensor of buffers, small parameters and parameters of `shape`, from the constructor."""
     with _large_parameters_on_meta(tuple(shape)), own_generators(seed):
         built: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
     tensors = (*built.named_parameters(remove_duplicate=False), *built.named_buffers())

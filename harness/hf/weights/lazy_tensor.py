@@ -199,7 +199,7 @@ class Computed:
         return found
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Compute all values, and copy the ones in `box` to `into`, which has the sizes of `box`."""
+        """Compute all values, and copy the part in `box` to `into`, which has the sizes of `box`."""
         args, kwargs = _map_lazy(realised, self.args, self.kwargs)
         into.copy_(self.func(*args, **kwargs)[tuple(slice(*span) for span in box)])
 
