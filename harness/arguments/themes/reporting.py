@@ -83,6 +83,7 @@ def within(output_dir: str, path: str, what: str) -> str:
     A config may come from somebody else, and must not make a run write elsewhere.
     """
     try:
+        # Resolved, because a link in output_dir may lead out of it.
         found = usable_path(str(Path(output_dir, path))).resolve()
     except ValueError as error:
         raise UserError(f"{what} {path[:80]!r}: no file can have this name: {error}") from error

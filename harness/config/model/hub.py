@@ -69,7 +69,7 @@ def fetch(source: str, wanted: Wanted) -> Path | None:
     if match is None or "/" not in match["name"] or Path(source).exists():
         return None
     with _one_at_a_time(match["name"]):
-        found = cached(source)
+        found = cached(source)  # again: another process may have downloaded it in the meantime
         if found is None or not wanted.is_whole(found):
             found = _download(match["name"], match["revision"], wanted)
     if not wanted.is_whole(found):

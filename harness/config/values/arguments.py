@@ -113,6 +113,7 @@ class AutoValues:
     @property
     def by_pointer(self) -> tuple[tuple[str, str, object], ...]:
         """The values that replace "auto" in the file: pointer, name of the argument, value."""
+        # One key for two flags: the one that was given is named as its source.
         betas = next((name for name in ("adam_beta1", "adam_beta2") if name in self.given), "adam_beta1")
         warmup = max(1, warmup_of(self.warmup_steps, self.max_steps))  # DeepSpeed's schedules want at least 1
         return (

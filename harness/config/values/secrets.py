@@ -60,6 +60,7 @@ class Secrets:
     @classmethod
     def known(cls, *configs: Mapping[str, object]) -> Self:
         """Return the secrets in this process's environment and in configs, by names of variables and keys."""
+        # PWD is the working directory.
         found = {value for name, value in os.environ.items() if _VARIABLE.fullmatch(name) and name != "PWD"}
         found |= {password for value in os.environ.values() for password in _PASSWORD_OF_URL.findall(value)}
         return cls(frozenset(value for value in found.union(*map(_values, configs)) if len(value) >= SHORTEST))

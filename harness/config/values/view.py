@@ -67,9 +67,9 @@ class ConfigView:
     def zero_stage(self) -> int | None:
         """The ZeRO stage that DeepSpeed will run; None if unknown."""
         zero = self.section("/zero_optimization")
-        if "stage" not in zero:
+        if "stage" not in zero:  # DeepSpeed's old form, `"zero_optimization": true`, is stage 1
             return int(self.get("/zero_optimization") is True)
-        return 0 if zero["stage"] == AUTO else as_int(zero["stage"])
+        return 0 if zero["stage"] == AUTO else as_int(zero["stage"])  # "auto" runs at stage 0 without a word
 
     @cached_property
     def pp_size(self) -> int:

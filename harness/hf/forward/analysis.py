@@ -70,6 +70,7 @@ class ForwardProbe(ForwardRun):
         self.outputs: list[Tensor] = []
         self.tail: list[object] = []
         self.phases: defaultdict[str, set[int]] = defaultdict(set)
+        # Ids below 8 are in every vocabulary.
         ids = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad(), own_generators(0, forward.device):
             self.tail.append(forward.run(Tokens(ids.to(forward.device)), self))

@@ -189,6 +189,7 @@ class OuterForward(PlaceholderForward):
         Args:
             options: further arguments of the forward, such as `output_router_logits`.
         """
+        # Ids that were not passed on decide nothing here but shapes, so zeros do.
         tokens = payload.tokens or HiddenShape.of(payload.hidden, None).tokens(self.device)
         self._switch_mode(training)
         with self.real(modules):

@@ -102,7 +102,7 @@ class PayloadSpec:
             return StagePayload(hidden=value)
         names = self.names(boundary)
         hidden, *rest = value
-        tokens = Tokens(*rest[len(names) :]) if len(rest) > len(names) else None
+        tokens = Tokens(*rest[len(names) :]) if len(rest) > len(names) else None  # ids and positions come last
         return StagePayload(hidden=hidden, states=dict(zip(names, rest, strict=False)), tokens=tokens)
 
     def close(self, boundary: int, payload: StagePayload) -> Value:
