@@ -475,6 +475,7 @@ def find_ties(outer: OuterForward) -> list[Tie]:
         for prefix, module in modules.items():
             for name, parameter in module.named_parameters():
                 places.setdefault(id(parameter), {}).setdefault(index, f"{prefix}.{name}")
+    # Layers that share -> layer -> names: all that the same layers share is one tie.
     groups: dict[tuple[int, ...], dict[int, list[str]]] = {}
     for names in places.values():
         for index, name in names.items():

@@ -59,12 +59,13 @@ def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> Sta
     for pointer, name in ARGUMENTS.items():
         if values is not None and name in values.given:
             take(pointer)
-    fixed, micro, accumulation = (sizes[pointer] is not None for pointer in ARGUMENTS)
+    fixed = sizes[TRAIN] is not None
+    has_accumulation = sizes[ACCUMULATION] is not None
     from_arguments = lookup(config, MICRO) == AUTO or TRAIN in sources
     # A file with train_batch_size alone keeps DeepSpeed's rule: one micro-batch per step.
-    if not micro and (not fixed or (not accumulation and from_arguments)):
+    if sizes[MICRO] is None and (not fixed or (not has_accumulation and from_arguments)):
         take(MICRO)
-    if not accumulation and not fixed:
+    if not has_accumulation and not fixed:
         take(ACCUMULATION)
     return StatedSizes(train=sizes[TRAIN], micro=sizes[MICRO], accumulation=sizes[ACCUMULATION], sources=sources)
 
