@@ -176,7 +176,7 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             trainable = replace(trainable, loss=with_objective(trainable.loss, loss))
         if plan.resolved.compile_backend is not None:
             require_compilable(trainable, plan.resolved.compile_backend, plan.resolved.compile_options)
-        boundaries = choose_boundaries(trainable, spec, None)
+        boundaries = choose_boundaries(trainable, spec.resolved, None)
         with (
             # These two make loops over blocks one pass over everything: blocks are there to fit into a CPU's cache, and
             # without memory they only cost time.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from harness.checkpoint import training_state
 from harness.checkpoint.integrity import newest_whole
+from harness.checkpoint.resumption import chosen_by_rank_0
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
-from harness.training.prepare.plan import chosen_by_rank_0
 from harness.training.prepare.run import Run
 from harness.training.saving.nonfinite import NonFiniteStep
 from harness.training.saving.resume import load
@@ -73,7 +73,7 @@ class Rollback:
 
     def _checkpoint(self, reason: str) -> Path:
         """Return the newest checkpoint with unchanged files; all ranks call it. Raises UserError without one."""
-        newest = self._newest() or self.run.spec.checkpoint
+        newest = self._newest() or self.run.checkpoint
         found, changed = training_state.first_unchanged(newest, self.run.spec.output_dir, auto=True)
         for line in changed:
             self.run.console.warn(f"{line}: ignored")

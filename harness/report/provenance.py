@@ -30,9 +30,9 @@ def provenance(run: Run, hosts: Sequence[str]) -> JsonObject:
     That is its command, date, git state, the host of each rank, data, tokenizer, and the certificate of
     `ds-harness verify`.
     """
-    tokenizer, part = run.spec.data.tokenizer, run.spec.parts.data
+    tokenizer, part = run.data.tokenizer, run.spec.parts.data
     files, composition = (
-        ({}, {}) if part is None else (part.data_files(run.spec.inputs.flags), part.composition(run.spec.data.train))
+        ({}, {}) if part is None else (part.data_files(run.spec.inputs.flags), part.composition(run.data.train))
     )
     return {
         "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),

@@ -59,9 +59,9 @@ def evaluation_data(run: Run, given: AnyDataset | Mapping[str, AnyDataset] | Non
         UserError: new data cannot be used, or differs between ranks.
     """
     if given is None and not any_rank(run.evaluation_is_new):
-        return run.spec.data.evaluation
+        return run.data.evaluation
     data: EvaluationData
-    if isinstance(new := run.spec.data.evaluation if given is None else given, Mapping):
+    if isinstance(new := run.data.evaluation if given is None else given, Mapping):
         data = {name: tokens_of_new(run, each, "eval_dataset") for name, each in new.items()}
     else:
         data = None if new is None else tokens_of_new(run, new, "eval_dataset")
@@ -140,7 +140,7 @@ def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     data = read_all(as_dataset(dataset), name)
     if spec.parts.data is None:
         return require_samples_of(data, name, request.source)
-    return spec.parts.data.later_dataset(data, name, spec.data.tokenizer, request)
+    return spec.parts.data.later_dataset(data, name, run.data.tokenizer, request)
 
 
 def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None) -> JsonObject:

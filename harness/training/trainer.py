@@ -173,7 +173,7 @@ class Trainer:
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
             self._pushing = self._second_place(args, inputs) if args.push_checkpoints_to else None
-            self.run = run = prepare_run(plan_run(args, inputs, given, config))
+            self.run = run = prepare_run(*plan_run(args, inputs, given, config))
             self.control = TrainerControl()
             # Attached once, so that a step calls only what this run uses.
             self._reduce_max: Callable[[Sequence[int]], list[int]] = all_reduce_max if env.world_size > 1 else list
@@ -191,7 +191,7 @@ class Trainer:
             if args.nonfinite == "rollback":
                 self._rollback = needed(self.parts.rollback, "--nonfinite rollback", "harness.extras")(run)
             begin_or_resume(run)
-            self.checkpoints.resumed(run.spec.checkpoint)
+            self.checkpoints.resumed(run.checkpoint)
             self._call("on_init_end")
 
     def _second_place(self, args: TrainingArguments, inputs: RunInputs) -> PushingCallback:
@@ -246,7 +246,7 @@ class Trainer:
                 if self._pushing is not None:
                     all_or_none(partial(self._pushing.read_back, resume_from_checkpoint))
                 resume_named(self.run, resume_from_checkpoint)
-            self.checkpoints.resumed(self.run.spec.checkpoint)
+            self.checkpoints.resumed(self.run.checkpoint)
         self.checkpoints.require_own_directory()
         run, state = self.run, self.state
         stop, first_step, start_time = 0, state.global_step, time.perf_counter()
@@ -642,12 +642,12 @@ class Trainer:
     @property
     def train_dataset(self) -> MapDataset | None:
         """The training data as tokens."""
-        return self.run.spec.data.train
+        return self.run.data.train
 
     @property
     def eval_dataset(self) -> EvaluationData:
         """The evaluation data as tokens: one data set, a dict by name, or None; a new value is checked when used."""
-        return self.run.spec.data.evaluation
+        return self.run.data.evaluation
 
     @eval_dataset.setter
     def eval_dataset(self, data: EvaluationData) -> None:
@@ -655,7 +655,7 @@ class Trainer:
 
     @property
     def processing_class(self) -> AnyTokenizer | None:
-        return self.run.spec.data.tokenizer
+        return self.run.data.tokenizer
 
     @property
     def model(self) -> Any:

@@ -179,7 +179,7 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
     before = bytes_read()
     with Peak() as loading:
         subject = trainable_decoder(read_source(model), spec, groups, sequence_length=128, parts=installed_parts())
-        bounds, stage = choose_boundaries(subject, spec, None), groups.coordinate.stage
+        bounds, stage = choose_boundaries(subject, spec.resolved, None), groups.coordinate.stage
         built = build_layers(subject.layers, bounds[stage], bounds[stage + 1], seed=0)
         dist.barrier()
     read = bytes_read() - before

@@ -18,12 +18,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments, UserError
+from harness.checkpoint import resumption
 from harness.console import Console
 from harness.device.process_group import shared_store
 from harness.report.profile import measuring
 from harness.topology.env import LaunchEnv
 from harness.topology.rendezvous import require_one_kind
-from harness.training.prepare import plan
 from harness.verify import sharding
 from tests.support.ranks import run_ranks
 from tests.support.training import Job, arguments_of, rows, tiny_model
@@ -93,7 +93,7 @@ def refusals(models: list[str], folder: str) -> dict[str, str]:
     with patch.object(sharding, "is_tested", lambda *_, **__: is_first):
         found["matrix"] = re.sub(r"[\d.]+ s\)", ")", said(config, verify_plan="auto"))  # each rank's own seconds
     denied = PermissionError(1, "Operation not permitted", "checkpoint-9")
-    with patch.object(plan, "set_aside_foreign", side_effect=denied if is_first else None, return_value=[]):
+    with patch.object(resumption, "set_aside_foreign", side_effect=denied if is_first else None, return_value=[]):
         found["checkpoint"] = said(config, resume_from_checkpoint="auto")
     env, store = LaunchEnv(rank=dist.get_rank(), world_size=2), shared_store()
     found["one kind"] = told(lambda: require_one_kind(dist.PrefixStore("one", store), env, "cpu"))

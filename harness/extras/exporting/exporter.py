@@ -59,8 +59,8 @@ class Exporter:
             adaptation.write_config(str(base) if isinstance(base, Path) else "", folder)
         else:
             export_config(causal.source, next(run.module.parameters()).dtype, folder)
-        if run.spec.data.tokenizer is not None:
-            run.spec.data.tokenizer.save_pretrained(folder)
+        if run.data.tokenizer is not None:
+            run.data.tokenizer.save_pretrained(folder)
             hide_secrets(folder)
 
     def write(self, directory: Path) -> None:
@@ -137,7 +137,7 @@ def _write_model(run: Run, directory: Path) -> None:
         name, adaptation, at = run.trainable.saved_name, run.spec.adaptation, str(base.resolve())
         export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
         _on_first_rank(run, lambda: adaptation.write_config(at, directory))
-    tokenizer = run.spec.data.tokenizer
+    tokenizer = run.data.tokenizer
     _on_first_rank(run, lambda: save_tokenizer(tokenizer, directory) if tokenizer is not None else None)
 
 

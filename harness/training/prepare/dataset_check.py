@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from harness.batches.collate import (
     IGNORED,
@@ -16,6 +17,7 @@ from harness.batches.collate import (
     collate,
     unequal_shapes,
 )
+from harness.batches.evaluation import by_prefix
 from harness.batches.given import require_one_length, require_short
 from harness.batches.padding import PaddedSamples
 from harness.batches.stream import dataset_length, read_micro_batch
@@ -23,12 +25,12 @@ from harness.config.values.arguments import BLOCK_SIZE
 from harness.errors import UserError
 from harness.hf.context.sequence import require_enough
 from harness.hf.forward.payload import Tokens
-from harness.hf.layers.attention import require_available, with_attention
-from harness.hf.skeleton import ModelSource, position_limit
-from harness.topology.groups import Groups
+from harness.hf.layers.attention import require_available
+from harness.hf.skeleton import position_limit
+from harness.topology.layout import Layout
 from harness.training.engine.losses import first_tensor
-from harness.training.engine.spec import EngineSpec
 from harness.training.parts import RequirePackable, needed
+from harness.training.parts.data import Datasets
 
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
 MOST_TRIED = 4  # micro-batches whose shapes are compared before the run
@@ -41,20 +43,39 @@ Fewer may match by chance. Not all match: the last label before padding is often
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetCheck:
-    """Checks data sets for one model.
+    """Checks data sets for one model and layout.
 
     Attributes:
-        source: the decoder; None for a list of layers, which may take any samples.
+        config: the decoder's, with the run's attention; None for a list of layers, which may take any samples.
+        sequence_parallel: whether tensor-parallel ranks share the tokens of a sequence.
+        micro_batch, evaluation_batch: samples of a micro-batch in training and in an evaluation.
         own_loss: whether the loss is the user's, which receives the labels unchanged.
         require_packable: refuses a model that does not keep packed documents apart; None without that part.
     """
 
-    source: ModelSource | None
-    spec: EngineSpec
-    groups: Groups
+    config: PretrainedConfig | None
+    layout: Layout
+    sequence_parallel: bool
+    micro_batch: int
+    evaluation_batch: int
+    device: torch.device
+    dtype: torch.dtype
     collator: Collator
     own_loss: bool = False
     require_packable: RequirePackable | None = None
+
+    def with_vocabulary(self, size: int) -> DatasetCheck:
+        """Return the check of a model whose vocabulary is known: token ids are checked against it."""
+        assert isinstance(self.collator, TokenCollator)
+        return replace(self, collator=replace(self.collator, vocabulary=size, checks_labels=not self.own_loss))
+
+    def first_batches(self, data: Datasets) -> MicroBatch | None:
+        """Check the first samples of all data sets; return a micro-batch of the training data. See `first_batch`."""
+        for name, evaluation in by_prefix(data.evaluation, "eval_dataset").items():
+            if not dataset_length(evaluation):
+                raise UserError(f"{name} is empty: give at least one sample, or no data set")
+            self.first_batch(evaluation, self.evaluation_batch)
+        return self.first_batch(data.train, self.micro_batch)
 
     def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
         """Return a micro-batch of the first samples; None without samples. All ranks call it.
@@ -67,11 +88,11 @@ class DatasetCheck:
         if dataset is None or not dataset_length(dataset):
             return None
         batch, _ = read_micro_batch(dataset, range(min(size, dataset_length(dataset))), self.collator)
-        if self.source is not None:
-            if (limit := position_limit(self.source.config)) is not None:
+        if self.config is not None:
+            if (limit := position_limit(self.config)) is not None:
                 require_short(dataset, limit)
             # A data set that pads gives all samples of a step one length.
-            if self.groups.layout.pp_size > 1 and not isinstance(dataset, PaddedSamples):
+            if self.layout.pp_size > 1 and not isinstance(dataset, PaddedSamples):
                 if self._reads_rows:
                     require_one_length(dataset)
                 require_one_shape(dataset, self.collator, size)
@@ -80,10 +101,12 @@ class DatasetCheck:
                     "the labels of a data set are already shifted: label i is token i + 1. The loss shifts them: "
                     "give the tokens as labels, with -100 for those that are not in the loss, or no labels"
                 )
-            tokens, resolved, layout = Tokens.of(batch[0]), self.spec.resolved, self.groups.layout
-            require_enough(tokens, layout.cp_size, layout.tp_size if resolved.sequence_parallel else 1)
-            if tokens.positions is not None:
-                self._require_apart(self.source, tokens.ids)
+            tokens = Tokens.of(batch[0])
+            require_enough(tokens, self.layout.cp_size, self.layout.tp_size if self.sequence_parallel else 1)
+            if tokens.positions is not None:  # packed documents
+                require_available(self.config, self.device, self.dtype)
+                packable = needed(self.require_packable, "packing", "harness.verify")
+                packable(self.config, len(tokens.ids), self.device, self.dtype)
         return batch
 
     @property
@@ -91,12 +114,6 @@ class DatasetCheck:
         """Whether samples reach the model unpadded; a user's collator may pad them."""
         collator = self.collator.collator if isinstance(self.collator, TokenCollator) else self.collator
         return collator is collate
-
-    def _require_apart(self, source: ModelSource, ids: Tensor) -> None:
-        args, device, dtype = self.spec.args, self.groups.device, self.spec.dtype
-        config = with_attention(source.config, args.attn_implementation)
-        require_available(config, device, dtype)
-        needed(self.require_packable, "packing", "harness.verify")(config, len(ids), device, dtype)
 
 
 def meaning_of(batch: MicroBatch) -> str:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+import deepspeed
+import torch
+import transformers
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -19,24 +21,12 @@ from harness.arguments.configure import RunConfig, read_run_config
 from harness.arguments.themes.flags import Help, default_of
 from harness.arguments.themes.reporting import monitor_sections
 from harness.batches.collate import Collator, collate
+from harness.batches.evaluation import evaluation_digest
 from harness.batches.given import require_types
 from harness.batches.stream import data_digest, dataset_length, require_samples
-from harness.checkpoint import training_state
-from harness.checkpoint.directories import (
-    TrainingProgress,
-    optimizer_name,
-    set_aside_foreign,
-    set_aside_newer,
-)
-from harness.checkpoint.integrity import (
-    damaged,
-    find_resume,
-    foreign,
-    require_listed_weights,
-    unlisted,
-    wait_until_seen,
-)
-from harness.checkpoint.saved_run import SavedRun
+from harness.checkpoint.directories import TrainingProgress, optimizer_name
+from harness.checkpoint.integrity import require_listed_weights
+from harness.checkpoint.resumption import ResumeRequest
 from harness.config import Resolved
 from harness.config.model.facts import layer_drop, require_every_layer
 from harness.console import Console
@@ -44,8 +34,7 @@ from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
 from harness.hf.adapters import Adapters
 from harness.hf.skeleton import ModelSource
-from harness.resilience.process.records import THIS_RANK
-from harness.topology.agreement import all_or_none, broadcast_object
+from harness.hf.weights.tensor_files import sampled
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.engine.losses import LossFunction
@@ -55,7 +44,7 @@ from harness.training.engine.spec import EngineSpec
 from harness.training.parts import Parts, needed
 from harness.training.parts.data import FOLDER, DataRequest, Datasets, UserData, given_samples
 from harness.training.parts.objective import Objective
-from harness.training.prepare.trainable import Model, model_source
+from harness.training.prepare.trainable import Model, model_source, shaping
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -111,26 +100,25 @@ class RunInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(EngineSpec):
-    """The specification of a run: first as planned on this rank, then as agreed by all ranks.
+    """The specification of a run: as planned on this rank, until all ranks have met and settled it (`prepare_run`).
 
     Attributes:
         source: the decoder's config and weights; None for a list of layers.
         adapter_fingerprint: identifies the adapters; "" without adapters.
-        data: the tokenised data sets and their tokenizer.
-        data_digest: hash of the training data; "" without training data.
+        samples: number of training samples; None without training data.
+        data_digest, evaluation_digest: hashes of the data sets; "" without data.
         config: the DeepSpeed JSON, read and checked once.
-        checkpoint: the checkpoint to resume; None for a run that begins at step 0.
     """
 
     inputs: RunInputs
     source: ModelSource | None
     adaptation: Adapters | None
     adapter_fingerprint: str
-    data: Datasets
+    samples: int | None
     data_digest: str
+    evaluation_digest: str
     config: RunConfig
     layout: Layout
-    checkpoint: Path | None
 
     @property
     def console(self) -> Console:
@@ -149,9 +137,57 @@ class RunSpec(EngineSpec):
         """The optimizer's name as stored in checkpoints."""
         return optimizer_name(self.resolved) if self.user_optimizer is None else self.user_optimizer.name
 
+    @property
+    def resume_request(self) -> ResumeRequest:
+        """The request to resume the checkpoint that the arguments name."""
+        return ResumeRequest(
+            output_dir=self.output_dir,
+            wanted=self.args.resume_from_checkpoint,
+            overwrites=self.args.overwrite_output_dir,
+            trains=self.samples is not None,
+            optimizer=self.optimizer_name,
+            adapters=self.adapter_fingerprint,
+            objective=self.inputs.objective_settings,
+        )
 
-def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunSpec:
-    """Resolve model, data, config and layout without building anything. Raises UserError if they conflict.
+    def fingerprint(self) -> dict[str, object]:
+        """Return what must be equal on all ranks besides config, layout and code: its name in errors -> a JSON value.
+
+        Raises UserError or OSError if the weight files cannot be read.
+        """
+        source, optimizer = self.source, self.user_optimizer
+        weights = None if source is None else source.weights
+        return {
+            "set of versions (torch, transformers, DeepSpeed)": [
+                package.__version__.partition("+")[0] for package in (torch, transformers, deepspeed)
+            ],
+            "model config": {} if source is None else shaping(source.config),
+            "origin of the weights (files, memory or seed)": type(weights).__name__,
+            "set of weight files": sampled(weights) if isinstance(weights, Path) else {},
+            "set of arguments": {item.name: str(getattr(self.args, item.name)) for item in fields(self.args)},
+            "training data": self.data_digest,
+            "evaluation data": self.evaluation_digest,
+            "set of adapters": self.adapter_fingerprint,
+            "objective": self.inputs.objective_settings,
+            "optimizer that was given": "" if optimizer is None else optimizer.description,
+        }
+
+    def resolved_at(self, progress: TrainingProgress) -> tuple[Resolved, int]:
+        """Return the config and the number of steps of a run that resumes at `progress`.
+
+        With --num_train_epochs they depend on the remaining samples, because the saved run may have had another global
+        batch.
+        """
+        resolved, max_steps, _ = resolve_for(self.source, self.args, self.config, self.samples, progress)
+        return resolved, max_steps
+
+
+def plan_run(
+    args: TrainingArguments, inputs: RunInputs, given: UserData, config: RunConfig | None = None
+) -> tuple[RunSpec, Datasets]:
+    """Resolve model, data, config and layout to a specification; return it, and the data sets as samples.
+
+    Builds nothing. Raises UserError if the inputs conflict.
 
     Args:
         config: the checked config, if the program has already read it with `args` and checked it for the device.
@@ -173,6 +209,8 @@ def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config
     # The watchdog starts when the ranks have met, and tokenising may take hours: until then detect stopped processes.
     with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):
         data = _samples(inputs.parts, given, inputs.data_request(args, config, source))
+    if source is not None and inputs.parts.data is not None:
+        source = inputs.parts.data.stop_at_answers(source, data, inputs.console)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
@@ -188,19 +226,21 @@ def plan_run(args: TrainingArguments, inputs: RunInputs, given: UserData, config
         source=source,
         adaptation=adaptation,
         adapter_fingerprint="" if adaptation is None else adaptation.fingerprint(base_seed),
-        data=data,
+        samples=samples,
         data_digest="" if data.train is None else data_digest(data.train),
+        evaluation_digest=evaluation_digest(data.evaluation),
         config=config,
         resolved=resolved,
         layout=layout,
         max_steps=max_steps,
-        checkpoint=None,
         compression=inputs.parts.compression,
         user_optimizer=_user_optimizer(inputs, source, adaptation, resolved, layout),
     )
-    if args.resume_from_checkpoint is not None and not args.rank_0_finds_checkpoint:
-        return replace(spec, checkpoint=checkpoint_to_resume(spec))
-    return spec
+    for note in inputs.parts.argument_notes(args.without_effect):
+        inputs.console.say(note)
+    if inputs.parts.check_config is not None and (warning := inputs.parts.check_config.version_warning()):
+        inputs.console.warn(warning)
+    return spec, data
 
 
 def _require_parts(args: TrainingArguments, parts: Parts, resolved: Resolved) -> None:
@@ -266,44 +306,6 @@ def _user_optimizer(
     return find(inputs, source, adaptation, resolved, layout)
 
 
-def checkpoint_to_resume(spec: RunSpec) -> Path | None:
-    """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that begins at step 0.
-
-    If `args.rank_0_finds_checkpoint`, only rank 0 calls it, after the ranks have met, and sends its result or error to
-    the others.
-
-    Raises UserError for a checkpoint that this run cannot continue.
-    """
-    args = spec.args
-    checkpoint = find_resume(spec.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
-    if checkpoint is not None:
-        require_same_training(checkpoint, spec)
-    return checkpoint
-
-
-def require_same_training(checkpoint: Path, spec: RunSpec) -> SavedRun:
-    """Return the state in a checkpoint. Raises UserError if its optimizer, adapters or objective are not the run's."""
-    saved = SavedRun.read(checkpoint)
-    saved.require_same_optimizer(spec.optimizer_name)
-    saved.require_same_adapters(spec.adapter_fingerprint)
-    saved.require_same_objective(spec.inputs.objective_settings)
-    return saved
-
-
-def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
-    """Return the checkpoint that rank 0 finds, once this host sees all of it; all ranks call it.
-
-    A host may see the newest checkpoint late (NFS), and must not take an older one than the others.
-
-    Raises:
-        UserError: on all ranks, if rank 0 finds no usable checkpoint, or a host does not see the one it finds.
-    """
-    chosen = broadcast_object(all_or_none(lambda: find() if dist.get_rank() == 0 else None))
-    if chosen is not None:
-        all_or_none(lambda: wait_until_seen(chosen, THIS_RANK.host))
-    return chosen
-
-
 def resolve_for(
     source: ModelSource | None,
     args: TrainingArguments,
@@ -323,17 +325,6 @@ def resolve_for(
     resolved, max_steps = config.for_data(args, samples, hidden_size, **done)
     sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
     return resolved, max_steps, Layout.from_world(config.values.world_size, **sizes)
-
-
-def with_steps_left(spec: RunSpec, progress: TrainingProgress) -> RunSpec:
-    """Return the spec with the number of steps of a run that resumes at `progress`.
-
-    With --num_train_epochs it depends on the remaining samples, because the saved run may have had another global
-    batch.
-    """
-    samples = dataset_length(spec.data.train)
-    resolved, max_steps, _ = resolve_for(spec.source, spec.args, spec.config, samples, progress)
-    return replace(spec, resolved=resolved, max_steps=max_steps)
 
 
 def _require_for_layers(args: TrainingArguments, inputs: RunInputs) -> None:
@@ -393,43 +384,3 @@ def _require_evaluation(args: TrainingArguments, given: UserData, parts: Parts) 
             needed(parts.best_model, flag, "harness.extras").require_metric_of_one(args, given.eval_dataset)
     if args.save_only_model and args.nonfinite == "rollback":
         raise UserError("--nonfinite rollback needs complete checkpoints: remove --save_only_model")
-
-
-def intact_checkpoint(spec: RunSpec, args: TrainingArguments) -> Path | None:
-    """Verify the checkpoint to resume by its checksums and return it; all ranks call it.
-
-    With `auto`, a damaged checkpoint is replaced by the newest intact one; if none is intact, the run begins at step 0.
-    Both cases are reported. `args` are the run's arguments, perhaps changed by `train(resume_from_checkpoint=...)`.
-
-    Raises:
-        UserError: on all ranks, if the checkpoint is damaged and `auto` is not set.
-    """
-    auto, output_dir, console = args.resume_from_checkpoint == "auto", spec.output_dir, spec.console
-    is_first = spec.inputs.env.rank == 0
-    incomplete = all_or_none(lambda: damaged(output_dir, spec.checkpoint) if auto and is_first else [])
-    chosen, changed = training_state.first_unchanged(spec.checkpoint, output_dir, auto=auto)
-    # An older checkpoint in place of a damaged one has not been compared with this run yet.
-    if chosen is not None and chosen != spec.checkpoint:
-        require_same_training(chosen, spec)
-    tidied = all_or_none(lambda: _tidied(spec, chosen, auto=auto) if is_first else [])
-    left_out = [*incomplete, *changed]
-    for line in [*tidied, *(f"{line}: ignored" for line in left_out)]:
-        console.warn(line)
-    if auto and chosen is None:
-        console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
-    return chosen
-
-
-def _tidied(spec: RunSpec, chosen: Path | None, *, auto: bool) -> list[str]:
-    """Rename the checkpoints that this run will not continue; return warnings about them and about `chosen`."""
-    lines, output_dir = [], spec.output_dir
-    trains = spec.data.train is not None  # an evaluation leaves all checkpoints where they are
-    if trains and auto:
-        renamed = set_aside_foreign(foreign(output_dir))
-        lines = [f"{path} was saved by another run: it is now {moved}" for path, moved in renamed]
-    elif trains and chosen is not None and chosen.resolve().parent == output_dir.resolve():
-        newer = set_aside_newer(output_dir, output_dir / chosen.name)
-        lines = [f"resuming from {chosen}: a newer checkpoint is now {path}" for path in newer]
-    if chosen is not None and (others := unlisted(chosen)):
-        lines.append(f"{chosen} contains {', '.join(others)}, which it was not saved with: ignored")
-    return lines

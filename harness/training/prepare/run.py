@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
 from harness.arguments.themes.intervals import interval
 from harness.batches.evaluation import EvaluationData
-from harness.batches.stream import BatchStream, dataset_length
+from harness.batches.stream import BatchStream
 from harness.checkpoint.training_state import EngineState
 from harness.console import Console
 from harness.device.memory import EarlierPeaks
@@ -18,7 +19,7 @@ from harness.topology.groups import Groups
 from harness.training.callbacks import TrainerState
 from harness.training.engine.engine import Engine
 from harness.training.parts import RunPrediction
-from harness.training.parts.data import SamplePrompts
+from harness.training.parts.data import Datasets, SamplePrompts
 from harness.training.prepare.dataset_check import DatasetCheck
 from harness.training.prepare.plan import RunSpec
 from harness.training.prepare.stages import StageLine
@@ -45,7 +46,9 @@ class Run:
     Rebalancing (`--rebalance_steps`), a resume and new evaluation data replace fields: do not keep references to them.
 
     Attributes:
-        spec: the specification that all ranks have agreed on.
+        spec: the specification that all ranks have settled; it stays as it is.
+        data: the data sets in use.
+        checkpoint: the checkpoint that the run continues; None if it began at step 0.
         groups: this rank's device and process groups.
         data_check: checks the first samples of a data set.
         trainable: the model as pipeline layers, with its loss.
@@ -65,6 +68,8 @@ class Run:
     """
 
     spec: RunSpec
+    data: Datasets
+    checkpoint: Path | None
     groups: Groups
     data_check: DatasetCheck
     trainable: TrainableModel
@@ -113,11 +118,11 @@ class Run:
 
     def set_evaluation(self, data: EvaluationData, *, is_new: bool) -> None:
         """Replace the evaluation data; `is_new` marks data that is not yet checked."""
-        self.spec = replace(self.spec, data=replace(self.spec.data, evaluation=data))
+        self.data = replace(self.data, evaluation=data)
         self.evaluation_is_new = is_new
 
     def _initial_state(self) -> TrainerState:
-        samples = 0 if self.spec.data.train is None else dataset_length(self.spec.data.train)
+        samples = self.spec.samples or 0
         return TrainerState(
             max_steps=self.spec.max_steps,
             is_world_process_zero=self.spec.inputs.env.rank == 0,
@@ -158,7 +163,7 @@ class Run:
 
         logs = args.logging_strategy != "no" and (last or asks(args.logging_strategy, args.logging_steps))
         logs |= args.logging_first_step and step == 1
-        evaluates = self.spec.data.evaluation is not None and args.eval_strategy != "no"
+        evaluates = self.data.evaluation is not None and args.eval_strategy != "no"
         # With --save_strategy best, the last step alone is no reason to save.
         saves = (last and args.save_strategy != "best") or asks(args.save_strategy, args.save_steps)
         return StepEvents(

@@ -19,7 +19,6 @@ from harness.schedules import DEFAULT, ModelChunks
 from harness.topology.agreement import all_gather_object
 from harness.topology.groups import Groups
 from harness.topology.layout import Layout
-from harness.training.engine.spec import EngineSpec
 from harness.training.prepare.trainable import TrainableModel
 from harness.wording import counted
 
@@ -51,7 +50,7 @@ class StageLine:
         return f"stage {self.stage} on {ranks}: layers {layers} ({kinds}), {self.parameters:,} parameters a rank"
 
 
-def choose_boundaries(trainable: TrainableModel, spec: EngineSpec, measured: Sequence[float] | None) -> list[int]:
+def choose_boundaries(trainable: TrainableModel, resolved: Resolved, measured: Sequence[float] | None) -> list[int]:
     """Return the boundaries of the model chunks (one per stage by default) by `pipeline.partition`.
 
     All ranks call it and get the same result: index of the first layer of each chunk, followed by the number of layers.
@@ -63,14 +62,22 @@ def choose_boundaries(trainable: TrainableModel, spec: EngineSpec, measured: Seq
         UserError: there are fewer layers than chunks, or a chunk has no trained parameter, which DeepSpeed's engines
             do not support.
     """
-    chunks = spec.resolved.chunks
+    chunks = resolved.chunks
     if chunks.per_stage > 1 and chunks.count > len(trainable.layers):
         raise UserError(
-            f"pipeline.schedule {spec.resolved.schedule}: {chunks.num_stages} stages of {chunks.per_stage} model "
+            f"pipeline.schedule {resolved.schedule}: {chunks.num_stages} stages of {chunks.per_stage} model "
             f"chunks, but the model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or chunks, or "
             "another schedule"
         )
-    boundaries = _boundaries(trainable, spec, measured)
+    boundaries = [0, len(trainable.layers)]
+    if chunks.count > 1:
+        boundaries = stage_boundaries(
+            resolved.partition,
+            chunks.count,
+            costs=trainable.costs if measured is None else measured,
+            parameters=trainable.parameters,
+            names=trainable.names,
+        )
     for chunk, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(trainable.trained[start:stop]):
             where = f"stage {chunk}" if chunks.per_stage == 1 else f"model chunk {chunk}"
@@ -83,19 +90,6 @@ def choose_boundaries(trainable: TrainableModel, spec: EngineSpec, measured: Seq
 def stage_costs(layers: Sequence[float], boundaries: Sequence[int], chunks: ModelChunks) -> list[float]:
     cost = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
     return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.num_stages)]
-
-
-def _boundaries(trainable: TrainableModel, spec: EngineSpec, measured: Sequence[float] | None) -> list[int]:
-    count = spec.resolved.chunks.count
-    if count == 1:
-        return [0, len(trainable.layers)]
-    return stage_boundaries(
-        spec.resolved.partition,
-        count,
-        costs=trainable.costs if measured is None else measured,
-        parameters=trainable.parameters,
-        names=trainable.names,
-    )
 
 
 def stage_lines(

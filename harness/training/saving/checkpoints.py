@@ -284,5 +284,5 @@ def progress_of(run: Run) -> TrainingProgress:
 
 def stream_position(run: Run, consumed: int) -> JsonObject:
     """Return the position in training data with its own order; {} except on rank 0, which writes `state.json`."""
-    data = run.spec.data.train
+    data = run.data.train
     return data.position(consumed) if isinstance(data, OwnOrder) and run.groups.rank == 0 else {}

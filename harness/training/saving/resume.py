@@ -6,7 +6,6 @@ from the arguments and the JSON of the resuming run, at the step that was reache
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,8 @@ from pathlib import Path
 from harness.arguments import TrainingArguments
 from harness.batches.order import OwnOrder
 from harness.checkpoint.directories import TrainingProgress, read_manifest
-from harness.checkpoint.integrity import find_resume, run_id
+from harness.checkpoint.integrity import run_id
+from harness.checkpoint.resumption import saved_run
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
@@ -23,7 +23,6 @@ from harness.errors import UserError
 from harness.topology.agreement import all_or_none, broadcast_object
 from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.prepare.one_model import require_one_model
-from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, require_same_training, with_steps_left
 from harness.training.prepare.run import Run
 from harness.wording import counted
 
@@ -56,8 +55,8 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
 
 def begin_or_resume(run: Run) -> None:
     """Resume the run's checkpoint, or check that all ranks hold the same new model. All ranks call it."""
-    if run.spec.checkpoint is not None:
-        resume(run, run.spec.checkpoint)
+    if run.checkpoint is not None:
+        resume(run, run.checkpoint)
     else:
         require_one_model(run.module, run.groups, run.spec.resolved.zero_stage)
 
@@ -67,29 +66,25 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
 
     Sets the run's checkpoint and id. Raises UserError on all ranks if no checkpoint is found, or it does not fit.
     """
-    args = copy.copy(run.spec.args)
-    args.resume_from_checkpoint = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
-    found = chosen_by_rank_0(
-        lambda: find_resume(run.spec.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
-    )
-    checkpoint = intact_checkpoint(replace(run.spec, checkpoint=found), args)
-    run.spec = spec = replace(run.spec, checkpoint=checkpoint)
-    if checkpoint is None and name is True:
+    spec = run.spec
+    wanted = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
+    saved = saved_run(replace(spec.resume_request, wanted=wanted), run.console)
+    run.checkpoint = None if saved is None else saved.checkpoint
+    if saved is None and name is True:
         raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {spec.output_dir}")
-    if checkpoint is None:
+    if saved is None:
         return
-    saved = require_same_training(checkpoint, spec)
     all_or_none(partial(saved.require_same_base, run.base_checksums))
     saved.require_same_model(run.trainable.summary, run.trainable.shaping_config)
-    if spec.data.train is not None:
-        steps = with_steps_left(spec, saved.progress).max_steps
+    if spec.samples is not None:
+        _, steps = spec.resolved_at(saved.progress)
         if steps != spec.max_steps:  # the learning-rate schedule is already built for max_steps
             raise UserError(
-                f"train(resume_from_checkpoint={name!r}): {checkpoint} was saved with another global batch, so "
+                f"train(resume_from_checkpoint={name!r}): {saved.checkpoint} was saved with another global batch, so "
                 f"--num_train_epochs takes {steps} steps: give resume_from_checkpoint to TrainingArguments instead"
             )
-    resume(run, checkpoint)
-    run.run_id = broadcast_object(run_id(checkpoint))
+    resume(run, saved.checkpoint)
+    run.run_id = broadcast_object(run_id(saved.checkpoint))
 
 
 def resume(run: Run, checkpoint: Path) -> None:
@@ -105,7 +100,7 @@ def resume(run: Run, checkpoint: Path) -> None:
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
     if there != here:
         console.say(f"saved with {there}; continuing with {here}")
-    if run.spec.data.train is None:  # an evaluation
+    if run.spec.samples is None:  # an evaluation
         return
     if progress.step >= run.spec.max_steps:
         console.say(f"nothing left to train: {counted(run.spec.max_steps, 'step')} done")

@@ -41,7 +41,8 @@ def planned(
     args = TrainingArguments(deepspeed_config=config or STAGES, output_dir=str(tmp_path / "run"), max_steps=1)
     data = [{"input_ids": list(range(32))}] * 16
     inputs = RunInputs(model=model, console=plain_console(0), env=env, **more)
-    return plan_run(args, inputs, UserData(train_dataset=data))
+    spec, _ = plan_run(args, inputs, UserData(train_dataset=data))
+    return spec
 
 
 def forecast_of(spec: RunSpec, ranks: int = 2) -> Forecast | None:

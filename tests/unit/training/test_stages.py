@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness import TrainingArguments, UserError, schedules
+from harness.config import Resolved
 from harness.device.process_group import start
 from harness.installed import read_run_config
 from harness.schedules import INTERLEAVED, ModelChunks, model_chunks
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.training.engine.spec import EngineSpec
 from harness.training.prepare.stages import StageLine, choose_boundaries, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_layers
 
@@ -37,11 +37,10 @@ def groups() -> Iterator[Any]:
     yield build_groups(Layout.from_world(1, pp_size=1, tp_size=1))
 
 
-def spec(stages: int, **pipeline: Any) -> EngineSpec:
+def resolved(stages: int, **pipeline: Any) -> Resolved:
     config = {"train_batch_size": "auto", "pipeline": {"stages": stages, **pipeline}}
     args = TrainingArguments(deepspeed_config=config)
-    resolved = read_run_config(args, world_size=stages).resolved
-    return EngineSpec(args=args, resolved=resolved, max_steps=1)
+    return read_run_config(args, world_size=stages).resolved
 
 
 def layers(*sizes: int, frozen: tuple[int, ...] = ()) -> TrainableModel:
@@ -127,17 +126,17 @@ def test_the_ranks_of_a_stage_are_a_run_as_its_line_says(sizes: tuple[int, int, 
     ],
 )
 def test_boundaries_are_those_of_the_method(partition: str, boundaries: list[int], groups: Any) -> None:
-    assert choose_boundaries(layers(9, 2, 2, 2), spec(2, partition=partition), None) == boundaries
+    assert choose_boundaries(layers(9, 2, 2, 2), resolved(2, partition=partition), None) == boundaries
 
 
 def test_one_stage_has_all_layers_whatever_the_method(groups: Any) -> None:
-    assert choose_boundaries(layers(1, 2, 3), spec(1, partition="type:NoSuchLayer"), None) == [0, 3]
+    assert choose_boundaries(layers(1, 2, 3), resolved(1, partition="type:NoSuchLayer"), None) == [0, 3]
 
 
 def test_without_samples_measured_boundaries_are_those_of_the_computed_costs(groups: Any) -> None:
     model = layers(64, 2, 2, 2)
-    computed = choose_boundaries(model, spec(2, partition="balanced"), None)
-    assert choose_boundaries(model, spec(2, partition="measured"), None) == computed
+    computed = choose_boundaries(model, resolved(2, partition="balanced"), None)
+    assert choose_boundaries(model, resolved(2, partition="measured"), None) == computed
 
 
 @pytest.mark.parametrize(
@@ -173,13 +172,13 @@ def test_stages_that_cannot_be_are_refused(
     model: TrainableModel, stages: int, pipeline: dict[str, Any], words: str, groups: Any
 ) -> None:
     with pytest.raises(UserError, match=words):
-        choose_boundaries(model, spec(stages, **pipeline), None)
+        choose_boundaries(model, resolved(stages, **pipeline), None)
 
 
 def test_the_line_of_a_stage_counts_what_its_rank_holds(groups: Any) -> None:
     model = layers(3, 2, frozen=(1,))
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(2, 2))
-    (line,) = stage_lines(model, [0, 2], module, spec(1).resolved.chunks, groups)
+    (line,) = stage_lines(model, [0, 2], module, resolved(1).chunks, groups)
     assert (line.ranks, line.chunks, line.kinds, line.parameters) == ([0], [(0, 1)], {"Linear": 2}, 12 + 6)
     assert replace(line, parameters=0) == StageLine(
         stage=0, ranks=[0], first=0, last=1, chunks=[(0, 1)], kinds={"Linear": 2}, parameters=0
