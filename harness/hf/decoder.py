@@ -138,7 +138,7 @@ class ModelLayer(nn.Module):
         leaves: returns the names of the modules that ZeRO-3 must gather as a unit; called only under ZeRO-3.
     """
 
-    recompute = False
+    recompute = False  # whether activation checkpointing may apply (`staged_module.is_recomputed`)
 
     def __init__(
         self, blueprint: Blueprint, modules: Mapping[str, nn.Module], leaves: Callable[[], Iterable[str]] = tuple
@@ -251,7 +251,7 @@ class DecoderLayer(ModelLayer):
         )
         self.share = None
         if self.takes_shard and self.sequence is not None and self.sequence.group is not None:
-            self.works_on_share = True
+            self.works_on_share = True  # for the analysis of gradients (`parallel/tensor/partial_gradients.py`)
             apart = [*(self.context_layer.gathered if self.context_layer else ()), *map(layer.get_submodule, tiled)]
             self.share = share_sequence(layer, self.sequence.group, apart)
         if self.context_layer is not None:

@@ -69,6 +69,7 @@ class CheckpointArguments(Flags):
     @property
     def evaluation_strategy(self) -> str:
         """When to evaluate during training: no, steps or epoch."""
+        # In HuggingFace's Trainer, eval_steps alone has no effect.
         return self.eval_strategy or ("steps" if self.eval_steps else "no")
 
     @property

@@ -61,7 +61,7 @@ def schedule_fault(kind: str, options: Mapping[str, object]) -> str | None:
 
 
 def warmup_of(steps: float, max_steps: int) -> int:
-    """Return the number of warm-up steps in a run of `max_steps`; `steps` below 1 is a fraction of them."""
+    """Return the warm-up steps; `steps` below 1 is a fraction of `max_steps`, rounded up as in HuggingFace."""
     return int(steps) if steps >= 1 else ceil(steps * max_steps)
 
 

@@ -91,6 +91,7 @@ class TensorSlice:
 
     def leaf_view(self, view: Tensor) -> Tensor:
         """Return `view`, of this slice's sizes, with dimensions in the leaf's order."""
+        # From the last on, so that the dimensions still to come keep their numbers.
         for dim in reversed(range(len(self.axes))):
             if self.axes[dim] is None:
                 view = view.squeeze(dim)
