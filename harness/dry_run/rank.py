@@ -45,7 +45,7 @@ from harness.hf.adapters import Adapters
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
-from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
+from harness.parallel.pipeline.instructions import most_in_flight, most_kept
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, build_layers, pack_payload
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy

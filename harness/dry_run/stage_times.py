@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.parallel.pipeline.schedules.instructions import Action, Instruction
+from harness.parallel.pipeline.instructions import Action, Instruction
 from harness.schedules import ModelChunks
 
 SENDER = {Action.RECEIVE_ACTIVATION: (Action.SEND_ACTIVATION, -1), Action.RECEIVE_GRADIENT: (Action.SEND_GRADIENT, 1)}

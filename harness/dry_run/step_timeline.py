@@ -17,7 +17,7 @@ from harness.deepspeed.schedule import Observer
 from harness.dry_run.stage_times import stage_times
 from harness.dry_run.tape import Event, Tape, TapeSegment
 from harness.dry_run.timeline import StepClock, TimelineSpan, between
-from harness.parallel.pipeline.schedules.instructions import Action, instructions, make_schedule
+from harness.parallel.pipeline.instructions import Action, instructions, make_schedule
 from harness.schedules import SCHEDULES
 from harness.training.engine.engine import Engine, PipelineStages
 from harness.training.engine.losses import first_tensor

@@ -11,8 +11,8 @@ from harness.checkpoint.integrity import newest_whole
 from harness.checkpoint.resumption import chosen_by_rank_0
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
+from harness.training.engine.nonfinite import NonFiniteStep
 from harness.training.prepare.run import Run
-from harness.training.saving.nonfinite import NonFiniteStep
 from harness.training.saving.resume import load
 
 AT_MOST = 3

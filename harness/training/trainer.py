@@ -56,6 +56,7 @@ from harness.training.callbacks import (
 )
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
+from harness.training.engine.nonfinite import NonFinite
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
 from harness.training.parts import ModelExport, Parts, PushingCallback, RollsBack, needed
@@ -67,7 +68,6 @@ from harness.training.prepare.run import NOTHING_DUE
 from harness.training.prepare.trainable import Model
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.checkpoints import Checkpoints
-from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import begin_or_resume, resume_named
 
 if TYPE_CHECKING:

@@ -11,9 +11,11 @@ import importlib.util
 import json
 import os
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -398,6 +400,29 @@ def test_every_folder_is_explained():
     assert [
         folder.name for folder in sorted(folders) if len(folder.parts) == 2 and f"| `{folder.name}/` |" not in readme
     ] == []
+
+
+def test_the_order_of_imports_is_told_as_it_is_held():
+    """In docs/how-it-works.md as in the contract of pyproject.toml, with every folder at the top."""
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [[name.strip().removeprefix("harness.") for name in layer.split("|")] for layer in contract["layers"]]
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    told = [
+        [name.strip() for name in names.split(",")]
+        for names in re.search(r"holds the code to this order.*?```\n(.*?)```", page, re.S)[1].split("->")
+    ]
+    stated = {name for names in told for name in names}
+
+    def places(names: list[str]) -> list[int]:
+        return [
+            at
+            for at, layer in enumerate(layers)
+            if any(of == name or (of.startswith(f"{name}.") and of not in stated) for of in layer for name in names)
+        ]
+
+    at = [places(names) for names in told]
+    assert all(at) and all(max(above) < min(below) for above, below in pairwise(at))
+    assert {p.name for p in (ROOT / "harness").iterdir() if (p / "__init__.py").is_file()} <= stated
 
 
 def test_every_json_that_travels_is_json():

@@ -1,6 +1,6 @@
 """The schema of DeepSpeed's config as the rules use it.
 
-The JSON files in `schema/` are the only table of keys, with type, default, and how DeepSpeed reads each. Besides the
+The JSON files in `data/` are the only table of keys, with type, default, and how DeepSpeed reads each. Besides the
 words of JSON Schema 2020-12 they use a few of our own: `x-reader` (pydantic sections refuse unknown keys, plain ones
 ignore them), `x-crashes` (a wrong value ends DeepSpeed's parser), `x-checked-if` (the switch with which all
 values of a section are used), `x-exact` (no conversion), `x-aliases` (names that people write instead),

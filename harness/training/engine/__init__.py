@@ -1,1 +1,1 @@
-"""Build DeepSpeed's engine, patch it, and use it behind one narrow interface."""
+"""Build DeepSpeed's engine with its optimizer, schedule and loss, and use it behind one narrow interface."""

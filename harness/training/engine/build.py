@@ -40,7 +40,7 @@ from harness.parallel.compiling import compile_modules
 from harness.parallel.dropout import RngKeys
 from harness.parallel.host import reading
 from harness.parallel.memory import malloc_trim
-from harness.parallel.pipeline.schedules.instructions import make_schedule
+from harness.parallel.pipeline.instructions import make_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
 from harness.parallel.tensor.layers import overlap_sums
 from harness.parallel.tensor.partial_gradients import defer_sums, sum_once, sums_gradient

@@ -1,1 +1,1 @@
-"""Write and show what happens in a run: progress, metrics, run.json."""
+"""Write what happens in a run: metrics, evaluations, samples, run.json."""

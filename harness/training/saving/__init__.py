@@ -1,1 +1,1 @@
-"""Save checkpoints during training, resume and roll back, and export the trained model."""
+"""Save checkpoints during training, and resume them in any layout."""

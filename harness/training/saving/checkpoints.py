@@ -26,8 +26,8 @@ from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, any_rank
+from harness.training.engine.nonfinite import NonFinite
 from harness.training.prepare.run import Run
-from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import hyperparameters
 
 MOMENT_S = 1.0  # how long the step after a save waits for the disk

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness import Trainer, TrainerCallback
 from harness.deepspeed.schedule import Observer, Operands
-from harness.parallel.pipeline.schedules.instructions import Action
+from harness.parallel.pipeline.instructions import Action
 from harness.planner.hardware import Hardware, Link, load_hardware
 from tests.support.simulated_device.clock import Clock, Span, running
 from tests.support.training import Job, arguments_of, rows

@@ -17,7 +17,7 @@ from torch.nn import functional
 from harness.deepspeed.initialize import initialize
 from harness.deepspeed.schedule import Schedule, StageProgram
 from harness.deepspeed.update import StagedEngine, UpdateParts
-from harness.parallel.pipeline.schedules.instructions import buffers, instructions
+from harness.parallel.pipeline.instructions import buffers, instructions
 from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.weight_gradients import DeferredGradients, attach
 from harness.schedules import SCHEDULES, Kind, ModelChunks, Pass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.deepspeed.schedule import METHODS, UPDATE, Observer, Schedule, ScheduledEngine, StageProgram
 from harness.deepspeed.update import StagedEngine
-from harness.parallel.pipeline.schedules.instructions import Action
+from harness.parallel.pipeline.instructions import Action
 from harness.parallel.weight_gradients import DeferredGradients
 from harness.schedules import ModelChunks
 from tests.unit.deepspeed.pipelines import LATE, batches, built, config_of, pipeline, scheduled, staged, weights

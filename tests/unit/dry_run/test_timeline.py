@@ -15,7 +15,7 @@ from harness.dry_run.stage_times import stage_times
 from harness.dry_run.step_timeline import stage_step, whole_step
 from harness.dry_run.tape import COMPUTE, Event, Tape, TapeSegment
 from harness.dry_run.timeline import StepClock, TimelineSpan, as_trace
-from harness.parallel.pipeline.schedules.instructions import Action, instructions
+from harness.parallel.pipeline.instructions import Action, instructions
 from harness.schedules import SCHEDULES, model_chunks
 from harness.topology.layout import Layout
 from tests.unit.planner.devices import device

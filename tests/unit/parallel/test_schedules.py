@@ -9,7 +9,7 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from harness.config.values.batch import bubble, micro_batches_wanted
-from harness.parallel.pipeline.schedules.instructions import (
+from harness.parallel.pipeline.instructions import (
     Action,
     Instruction,
     buffers,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.parallel.pipeline.schedules.instructions import most_in_flight
+from harness.parallel.pipeline.instructions import most_in_flight
 from harness.planner.memory import (
     LOSS_CHUNK,
     in_flight,

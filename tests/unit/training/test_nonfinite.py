@@ -15,7 +15,7 @@ from harness.arguments.themes.run import NONFINITE
 from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.console import plain_console
 from harness.training.engine.engine import Engine, StepOutcome
-from harness.training.saving.nonfinite import NonFinite, NonFiniteStep, _not_finite
+from harness.training.engine.nonfinite import NonFinite, NonFiniteStep, _not_finite
 
 NAN, INF = float("nan"), float("inf")
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]

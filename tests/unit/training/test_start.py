@@ -21,9 +21,9 @@ from harness.preflight import TRIAL_STEPS, limit_trial
 from harness.topology.layout import Layout
 from harness.train import main
 from harness.training.callbacks import TrainerState
+from harness.training.engine.nonfinite import NonFinite
 from harness.training.prepare.stages import report_stages
 from harness.training.saving.checkpoints import Checkpoints
-from harness.training.saving.nonfinite import NonFinite
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,7 +10,7 @@ import torch
 from harness.parallel.pipeline.staged_module import FiniteWatch
 from harness.training.engine.engine import Evidence
 from harness.training.engine.losses import GuardedLoss, MeanLoss, targets
-from harness.training.saving.nonfinite import origin
+from harness.training.engine.nonfinite import origin
 
 NAN = float("nan")
 

@@ -1,1 +1,0 @@
-"""Pipeline schedules: the order of a stage's passes, its sends and receives, a simulation of its idle time."""
