@@ -36,9 +36,9 @@ SCHEDULES: Mapping[str, PipelineSchedule] = {
     each.name: each for each in sorted(_found(), key=lambda each: (each.chunks != 1, each.paper))
 }
 """All schedules by name: schedules with one model chunk per stage first, then by the date of the paper."""
-DEFAULT = next(iter(SCHEDULES))
+DEFAULT = SCHEDULES["1f1b"].name
 """DeepSpeed's own schedule."""
-INTERLEAVED = next(each.name for each in SCHEDULES.values() if each.chunks is None)
+INTERLEAVED = SCHEDULES["interleaved"].name
 """The schedule for any number of model chunks per stage."""
 
 

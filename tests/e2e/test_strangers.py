@@ -1,8 +1,9 @@
-"""What a stranger adds is one file: a copy of the package with one more optimizer or loss trains with it."""
+"""What a stranger adds is one file: a copy of the package with one more optimizer, loss or schedule trains with it."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,37 @@ assert len(steps["hinge"]) == 2 and "rewards/margins" in first
 assert abs(first["loss"] - 1) < 1e-4, first  # the model is the model before training: margins of 0
 assert abs(first["grad_norm"] / dpo["grad_norm"] - 2) < 1e-3, (first, dpo)  # slopes: 1, and 1/2 for DPO
 """
+USES_OF_SCHEDULE = """
+import sys
+from harness import Trainer, TrainingArguments
+from harness.checking import check
+from harness.config.text.document import from_values
+from harness.planner.estimate import of_config
+from harness.checking import resolve
+from harness.config import AutoValues
+from harness.planner.model_config import read_decoder
+from harness.schedules import DEFAULT
+
+def config(name):
+    return {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2, "schedule": name}}
+
+assert DEFAULT == "1f1b"
+assert [each.code for each in check(from_values(config("eager-1f1b")), world_size=2) if each.code == "DS608"] == []
+shape = read_decoder("tiny-llama")
+resolved = resolve(from_values(config("eager-1f1b")), AutoValues(hidden_size=shape.hidden, world_size=2))
+assert of_config(resolved, shape, 16, on_cpu=True)[1].schedule == "eager-1f1b"
+
+rows = [{"input_ids": [(5 * row + place) % 250 for place in range(16)]} for row in range(16)]
+losses = {}
+for name in ("1f1b", "eager-1f1b"):
+    args = TrainingArguments(f"{sys.argv[1]}/{name}", max_steps=2, save_steps=0, logging_steps=1, learning_rate=1e-2)
+    args.deepspeed_config = config(name)
+    trainer = Trainer("tiny-llama", args, rows)
+    trainer.train()
+    losses[name] = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+    trainer.close()
+assert len(losses["1f1b"]) == 2 and losses["1f1b"] == losses["eager-1f1b"], losses
+"""
 USES = """
 import sys
 from harness import Trainer, TrainingArguments
@@ -118,21 +150,29 @@ assert len(losses["SGD"]) == 3 and losses["SGD"] == losses["Plain"], losses
 """
 
 
+(SCHEDULE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/contributing/schedule.md").read_text(), re.S)
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "content", "uses"),
-    [("optimizers/plain.py", OPTIMIZER, USES), ("preference_losses/hinge.py", LOSS_FILE, USES_OF_LOSS)],
-    ids=["optimizer", "loss"],
+    ("file", "content", "uses", "launcher"),
+    [
+        ("optimizers/plain.py", OPTIMIZER, USES, ()),
+        ("preference_losses/hinge.py", LOSS_FILE, USES_OF_LOSS, ()),
+        ("schedules/eager.py", SCHEDULE, USES_OF_SCHEDULE, TWO_RANKS),
+    ],
+    ids=["optimizer", "loss", "schedule"],
 )
 def test_what_lies_in_a_file_of_its_own_is_checked_planned_and_trained_with(
-    file: str, content: str, uses: str, tmp_path: Path
+    file: str, content: str, uses: str, launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
     shutil.copytree(ROOT / "harness", tmp_path / "harness", copy_function=os.symlink, symlinks=True)
     for name in ("models", "ds_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "harness" / file).write_text(content)
+    (tmp_path / "uses.py").write_text(uses)
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", uses, str(tmp_path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
-    )
+    command = [sys.executable, *launcher, "uses.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

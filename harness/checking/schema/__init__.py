@@ -19,6 +19,7 @@ from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
 from harness.optimizers import OPTIMIZERS
+from harness.schedules import SCHEDULES
 
 FOLDER = Path(__file__).resolve().parent / "data"
 ROOT = "deepspeed.json"
@@ -89,8 +90,14 @@ def _keys(properties: JsonObject) -> dict[str, Key]:
 def files() -> dict[str, JsonObject]:
     """Return name -> content of every schema file. `{OPTIMIZERS}` in a description are DeepSpeed's own."""
     own = ", ".join(each.name for each in OPTIMIZERS.values() if each.source == "deepspeed")
-    texts = {path.name: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.json"))}
-    return {name: json.loads(text.replace("{OPTIMIZERS}", own)) for name, text in texts.items()}
+    names = {"{OPTIMIZERS}": own, "{SCHEDULES}": ", ".join(SCHEDULES)}
+    found = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        text = path.read_text("utf-8")
+        for place, words in names.items():
+            text = text.replace(place, words)
+        found[path.name] = json.loads(text)
+    return found
 
 
 @cache

@@ -17,9 +17,8 @@ from harness.wording import counted
 def unknown_schedule(view: RunView) -> Iterator[Finding]:
     """pipeline.schedule does not name a schedule of the harness.
 
-    The harness knows `1f1b` (DeepSpeed's own, the default), `gpipe` and `zero-bubble` (ZB-H1, arXiv
-    2401.10241); with several model chunks per stage `interleaved`, `zero-bubble-v` and `dualpipe-v`. With more than one
-    stage it refuses any other word. DeepSpeed reads the key but does nothing with it: it
+    docs/layouts.md has a table of the schedules; the default, 1F1B, is DeepSpeed's own. With more than one stage the
+    harness refuses any other word, and lists those that it knows. DeepSpeed reads the key but does nothing with it: it
     always runs 1F1B.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zb-h2"}}
@@ -61,9 +60,9 @@ def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
 def chunks_of_another_schedule(view: RunView) -> Iterator[Finding]:
     """pipeline.chunks_per_stage is a number of model chunks that the schedule does not support.
 
-    `interleaved` takes 2 or more model chunks per stage; 2 is the default. `zero-bubble-v` and `dualpipe-v` have 2,
-    every other schedule has 1. With more than one stage the harness refuses any other number. DeepSpeed reads the key
-    but does nothing with it.
+    `interleaved` takes 2 or more model chunks per stage; 2 is the default. A schedule of a folded model, such as
+    `zero-bubble-v`, has 2, every other schedule has 1. With more than one stage the harness refuses any other number.
+    DeepSpeed reads the key but does nothing with it.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
            "chunks_per_stage": 4}}
