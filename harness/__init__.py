@@ -47,7 +47,10 @@ def __getattr__(name: str) -> Any:
         return version("ds-harness")
     if name not in _HOMES:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        raise import_module("harness.installed").refusal(name, error) from None
 
 
 def __dir__() -> list[str]:

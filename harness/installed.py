@@ -14,17 +14,27 @@ from harness.errors import UserError
 from harness.resilience.process.watching import Watch
 from harness.uncaught import show_in_one_line
 
-OF_VERBS = (
-    *("harness.cluster", "harness.checking", "harness.data", "harness.dry_run"),
-    *("harness.extras", "harness.planner", "harness.report", "harness.verify"),
+PARTS = (
+    *("harness.checking", "harness.cluster", "harness.context_parallel", "harness.data", "harness.dry_run"),
+    *("harness.extras", "harness.huggingface", "harness.planner", "harness.preferences", "harness.report"),
+    *("harness.resilience.watch", "harness.verify"),
 )
-"""The parts that verbs of the command line need."""
+"""The folders that can be deleted. What needs one of them is then refused in one line, and the rest works."""
 
 
 def absent_part(module: str) -> str | None:
     """Return the part that is not installed, if this module lies in one; else None."""
-    holding = (part for part in OF_VERBS if f"{module}.".startswith(f"{part}."))
+    holding = (part for part in PARTS if f"{module}.".startswith(f"{part}."))
     return next((part for part in holding if not is_installed(part)), None)
+
+
+def refusal(name: str, error: ModuleNotFoundError) -> Exception:
+    """Return what `harness.NAME` raises if its module cannot be imported: UserError if that lies in an absent part."""
+    part = absent_part(error.name or "")
+    if part is None:
+        return error
+    show_in_one_line()
+    return UserError(f"harness.{name} needs {part}, which is not installed")
 
 
 def is_installed(folder: str) -> bool:

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
 from harness.arguments.words import RESUME, value_of, with_resume
-from harness.checking import ConfigRules
 from harness.checkpoint.directories import MANIFEST, METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
 from harness.command_line import expanded, parse
 from harness.command_line.fewer_ranks import KINDS, on_fewer_ranks
+from harness.config import ConfigCheck
 from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.resilience.options import TRAIN
@@ -121,9 +122,19 @@ class Script:
 
     def on_fewer(self, wanted: int, ranks: int) -> Start | None:
         """Return the start on at most `ranks` ranks with the same global batch; None if no layout fits."""
-        if self.args is None or (found := on_fewer_ranks(self.plain, wanted, ranks, ConfigRules())) is None:
+        if self.args is None or (found := on_fewer_ranks(self.plain, wanted, ranks, _config_check())) is None:
             return None
         return Start(words=found[0], ranks=found[1].world_size, layout=found[1])
+
+
+def _config_check() -> ConfigCheck | None:
+    """Return the config check; None if that part is not installed."""
+    found = find_spec("harness.checking")
+    if found is None or found.origin is None:  # a deleted package may leave a folder of caches: no origin
+        return None
+    from harness.checking import ConfigRules
+
+    return ConfigRules()
 
 
 def _identity(checkpoint: Path) -> tuple[int, int]:

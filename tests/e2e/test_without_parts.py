@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.installed import PARTS
 from tests.support.core import copy_core
 from tests.support.ranks import script_on_ranks
 
@@ -64,3 +65,42 @@ def test_a_verb_of_a_part_says_in_one_line_that_it_is_not_there(verb: str, core:
     done = python(core, "-m", "harness", verb, "anything")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and line.startswith(f"ds-harness {verb}: ") and "is not installed" in line
+
+
+EACH = """
+import sys
+from importlib import import_module
+from harness.cli import VERBS
+from harness.installed import absent_part
+
+import harness
+absent = sys.argv[1]
+said = {}
+for verb, (module, _) in VERBS.items():
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        said[verb] = absent_part(error.name)
+assert set(said.values()) <= {absent}, said
+assert "launch" not in said and ("train" not in said or absent == "harness.data"), said
+for name in ("check", "ByteTokenizer", "Preferences", "EarlyStoppingCallback"):
+    try:
+        getattr(harness, name)
+    except harness.UserError as error:
+        assert str(error) == f"harness.{name} needs {absent}, which is not installed", error
+harness.TrainingArguments("unused")
+print("DONE", *said)
+"""
+
+
+FIRST = ("harness.checking", "harness.context_parallel")  # asked for by all runs, and by another part
+
+
+@pytest.mark.parametrize(
+    "part", [*FIRST, *(pytest.param(part, marks=pytest.mark.thorough) for part in PARTS if part not in FIRST)]
+)
+def test_without_one_part_only_what_needs_it_is_refused(part: str, tmp_path: Path) -> None:
+    copy_core(tmp_path, (part,))
+    done = python(tmp_path, "-c", EACH, part)
+    assert done.returncode == 0, done.stderr
+    assert "DONE" in done.stdout

@@ -13,23 +13,10 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+from harness.installed import PARTS
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "harness.training.trainer"
-PARTS = (
-    "harness.checking",
-    "harness.cluster",
-    "harness.context_parallel",
-    "harness.data",
-    "harness.dry_run",
-    "harness.extras",
-    "harness.huggingface",
-    "harness.planner",
-    "harness.preferences",
-    "harness.report",
-    "harness.resilience.watch",
-    "harness.verify",
-)
-"""The folders that can be deleted."""
 AROUND = ("harness.command_line", "harness.composition", "harness.installed")
 """What lies above the core and stays without parts."""
 DEVICE = "tests.support.simulated_device.device"
@@ -102,11 +89,11 @@ RANKS = ("tests/distributed/test_schedules.py",)
 """Tests of the core that start ranks: of many, those that need most of it."""
 
 
-def copy_core(folder: Path) -> None:
-    """Copy the package without its parts, and its data."""
+def copy_core(folder: Path, absent: tuple[str, ...] = PARTS) -> None:
+    """Copy the package without some of its parts, and its data."""
     for name in ("harness", "models", "ds_configs"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in PARTS:
+    for part in absent:
         shutil.rmtree(folder.joinpath(*part.split(".")))
     (folder / "sitecustomize.py").write_text(ONLY_THE_COPY)
 

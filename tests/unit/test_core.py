@@ -13,8 +13,9 @@ from torch.utils.data import IterableDataset
 
 import harness
 from harness import TrainingArguments, UserError
+from harness.installed import PARTS
 from harness.training.trainer import Trainer
-from tests.support.core import AROUND, CORE, PARTS, closure, files_of_tests, lies_in, modules
+from tests.support.core import AROUND, CORE, closure, files_of_tests, lies_in, modules
 
 MOST_LINES = 30_000
 LEAST_TESTS = 78  # files that run where the parts are deleted: scripts/test_core
