@@ -56,6 +56,7 @@ FORMS: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
     "a.csv": as_csv,
     "a.parquet": as_parquet,
 }
+OF_STRINGS = {"a.csv"}  # no field is a list, so they hold no conversations
 
 
 def test_every_format_is_read_here_and_named_where_files_are_given() -> None:
@@ -154,7 +155,7 @@ def test_a_plan_is_kept_and_its_parts_stand_in_the_order_of_the_files(
     assert planned(files, tmp_path / "plan") == shards
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "a.csv"])
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in OF_STRINGS])
 def test_conversations_come_back_from_every_form_that_can_hold_them(name: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a\n"}, {"role": "assistant", "content": "日本"}]
     FORMS[name](tmp_path / name, [{"messages": messages, "id": 1}] * 3)
