@@ -91,7 +91,11 @@ BELOW_ZERO_2: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BELOW_ZERO_2)
+FIRST = "ZeRO-1, tied weights"
+OTHERS = [name for name in BELOW_ZERO_2 if name != FIRST]
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
 def test_below_zero_2_a_gradient_costs_10_bytes_and_the_update_reads_it_twice(tmp_path: Path, name: str) -> None:
     case = dict(BELOW_ZERO_2[name])
     own = 1 / case.pop("divided_by", case.get("ranks", 1))  # share of the parameters that the rank updates
@@ -112,7 +116,10 @@ def test_below_zero_2_a_gradient_costs_10_bytes_and_the_update_reads_it_twice(tm
 
 @pytest.mark.parametrize(
     ("stage", "sums", "reduction", "norm", "clip"),
-    [pytest.param(2, 9, 25, 10, 4, id="ZeRO-2"), pytest.param(3, 6, 30, 10, 4, id="ZeRO-3")],
+    [
+        pytest.param(2, 9, 25, 10, 4, id="ZeRO-2", marks=pytest.mark.thorough),
+        pytest.param(3, 6, 30, 10, 4, id="ZeRO-3"),
+    ],
 )
 def test_from_zero_2_on_deepspeed_moves_no_more_than_when_this_was_counted(
     tmp_path: Path, stage: int, sums: float, reduction: float, norm: float, clip: float
@@ -140,6 +147,7 @@ def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each
         )  # micro-batches, directions
 
 
+@pytest.mark.thorough
 def test_fp8_takes_a_step_of_the_measured_llama_below_230_ms_and_the_planner_counts_its_rounding(
     tmp_path: Path,
 ) -> None:

@@ -38,11 +38,13 @@ TOKENS = 256
 @pytest.mark.parametrize(
     ("targets", "sections", "ranks", "bits"),
     [
-        pytest.param(["q_proj", "v_proj"], {}, 1, None, id="two layers"),
-        pytest.param(["all-linear"], {}, 1, False, id="4 bits"),
+        pytest.param(["q_proj", "v_proj"], {}, 1, None, id="two layers", marks=pytest.mark.thorough),
+        pytest.param(["all-linear"], {}, 1, False, id="4 bits", marks=pytest.mark.thorough),
         pytest.param(["all-linear"], {"pipeline": {"activation_checkpoint_interval": 1}}, 1, True, id="recomputed"),
         pytest.param(["all-linear"], {"tensor_parallel": {"autotp_size": 2}}, 2, None, id="tensor"),
-        pytest.param(["all-linear"], {"zero_optimization": {"stage": 3}}, 2, None, id="ZeRO-3"),
+        pytest.param(
+            ["all-linear"], {"zero_optimization": {"stage": 3}}, 2, None, id="ZeRO-3", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_memory_is_that_of_a_dry_run(
@@ -53,16 +55,8 @@ def test_memory_is_that_of_a_dry_run(
     whole = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps({**whole, "zero_optimization": {"stage": 1}, **sections}))
     words = ["--deepspeed_config", f"{tmp_path}/ds.json", "--model_name_or_path", f"{tmp_path}/model"]
-    words += [
-        "--block_size",
-        str(TOKENS),
-        "--output_dir",
-        f"{tmp_path}/out",
-        "--max_steps",
-        "10",
-        "--tokenizer_name",
-        "bytes",
-    ]
+    words += ["--block_size", str(TOKENS), "--output_dir", f"{tmp_path}/out", "--max_steps", "10"]
+    words += ["--tokenizer_name", "bytes"]
     words += ["--use_peft", "--lora_r", "8", "--lora_target_modules", *targets]
     if bits is not None:
         words += ["--load_in_4bit", "true", "--bnb_4bit_use_double_quant", str(bits).lower()]
