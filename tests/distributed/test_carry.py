@@ -99,9 +99,11 @@ def config(stages: int, tensor: int, stage: int, **sections: Any) -> dict[str, A
 
 
 PLAIN = config(1, 1, 0, pipeline={"activation_checkpoint_interval": 0})
-FIRST = [config(2, 2, 1, activation_checkpointing={"partition_activations": True}), config(4, 1, 0), config(1, 1, 3)]
+FIRST = [config(2, 2, 1, activation_checkpointing={"partition_activations": True})]
 OTHERS = [
     config(2, 2, 1),
+    config(4, 1, 0),
+    config(1, 1, 3),
     config(2, 1, 1, pipeline={"stages": 2, "activation_checkpoint_interval": 0}),
     config(1, 2, 2),
 ]

@@ -44,12 +44,13 @@ def check(ranks: int, jobs: list[Job], folder: Path) -> None:
 
 def test_compiled_layers_train_to_the_same_numbers(tmp_path: Path) -> None:
     llama = tiny_model(tmp_path / "llama", "llama", True)
+    shared = {"autotp_size": 2, "sequence_parallel": True}
+    check(2, [compiled(llama, "tp2z1", tensor_parallel=shared)], tmp_path)
+
+
+@pytest.mark.thorough
+def test_so_they_do_in_stages_and_on_data_ranks(tmp_path: Path) -> None:
+    llama = tiny_model(tmp_path / "llama", "llama", True)
     gemma = tiny_model(tmp_path / "gemma2", "gemma2", False)
     zero_bubble = {"stages": 2, "schedule": "zero-bubble", "activation_checkpoint_interval": 0}
-    shared = {"autotp_size": 2, "sequence_parallel": True}
-    jobs = [
-        compiled(gemma, "pp2z0", pipeline=zero_bubble),
-        compiled(llama, "tp2z1", tensor_parallel=shared),
-        compiled(llama, "dp2z2"),
-    ]
-    check(2, jobs, tmp_path)
+    check(2, [compiled(gemma, "pp2z0", pipeline=zero_bubble), compiled(llama, "dp2z2")], tmp_path)

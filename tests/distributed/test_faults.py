@@ -88,11 +88,13 @@ def train(stages: int, zero: int, kind: str, rank: int, folder: str) -> None:
             0,
             r"hangs in step 3, during: forward of layer 0, at test_faults.py:\d+ in loop,.*1 waits.*wait_for_ranks",
         ),
-        pytest.param(
-            *(2, 1, "kill", 0, r"(ended by SIGKILL|has ended) in step 3, during: ForwardPass\(0\)"),
-            marks=pytest.mark.thorough,
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (2, 1, "kill", 0, r"(ended by SIGKILL|has ended) in step 3, during: ForwardPass\(0\)"),
+                (1, 3, "kill", 1, r"(ended by SIGKILL|has ended) in step 3, during: forward of layer 0"),
+            )
         ),
-        (1, 3, "kill", 1, r"(ended by SIGKILL|has ended) in step 3, during: forward of layer 0"),
         (1, 2, "end", 1, r"(ended with exit code 0|has ended) in step 3, during: forward of layer 0"),
     ],
     ids=lambda value: str(value)[:8],

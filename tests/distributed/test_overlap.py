@@ -29,10 +29,10 @@ WHOLE = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 10**9, "overlap
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 PLAIN = {"pipeline": {"activation_checkpoint_interval": 0}}
 TWO = [
-    Job("tiny-llama", "dp2z1", SMALL | PLAIN),
     Job("tiny-llama", "dp2z1", SMALL),  # recomputed layers
     Job("tiny-gpt2", "dp2z1", SMALL | BF16),  # tied weights, which wait for the end
 ]
+STORED = [Job("tiny-llama", "dp2z1", SMALL | PLAIN)]
 INTERLEAVED = {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks_per_stage": 2}}
 FOUR = [
     Job("tiny-llama", "pp2dp2tp1z1", SMALL),
@@ -91,7 +91,11 @@ def both(jobs: list[Job], folder: str) -> list[tuple[Curve, list[list[str]], Cur
     return found
 
 
-@pytest.mark.parametrize("jobs", [TWO, pytest.param(FOUR, marks=pytest.mark.thorough)], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize(
+    "jobs",
+    [TWO, *(pytest.param(jobs, marks=pytest.mark.thorough) for jobs in (STORED, FOUR))],
+    ids=["two ranks", "stored activations", "four ranks"],
+)
 def test_groups_are_averaged_during_the_last_backward_pass(jobs: list[Job], tmp_path: Path) -> None:
     ranks = jobs[0].size("pp") * jobs[0].size("dp") * jobs[0].size("tp")
     for job, (curve, began, at_once) in zip(jobs, run_ranks(ranks, both, jobs, str(tmp_path))[0], strict=True):
@@ -161,7 +165,7 @@ def runs_of_all(jobs: list[Job], folder: str) -> list[tuple[list[list[object]], 
 
 @pytest.mark.thorough
 def test_weights_on_their_way_change_nothing_and_whoever_reads_them_gets_the_new_ones(tmp_path: Path) -> None:
-    first, second = run_ranks(2, runs_of_all, [TWO[0], TWO[2]], str(tmp_path))
+    first, second = run_ranks(2, runs_of_all, [*STORED, TWO[1]], str(tmp_path))
     for (logged, seen, travelling), (_, of_other, _) in zip(first, second, strict=True):
         plain, read_by_one, read, resumed = logged
         assert len(plain) == 2 * 4 + 2 and plain == read == read_by_one
@@ -183,7 +187,7 @@ class Fails(TrainerCallback):
 def closed_after_an_error(folder: str) -> int:
     """Close a failed Trainer, rank 1 only after rank 0 has; return how many groups of weights were not sent."""
     with without_shared_memory():
-        job = TWO[0]
+        job = STORED[0]
         trainer = Trainer(job.model, arguments_of(job, folder), train_dataset=rows() * 3, callbacks=[Fails()])
         with pytest.raises(ArithmeticError):
             trainer.train()
@@ -204,9 +208,10 @@ ONCE = {"gradient_reduction": {"once_per_step": True}}
 FULL = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
 ZERO_2 = [
     Job("tiny-llama", "dp2z2", FULL),
-    Job("tiny-gpt2", "dp2z2", FULL | BF16),
     Job("tiny-gpt2", "dp2z2", FULL | BF16 | {"zero_optimization": {"stage": 2, "overlap_comm": True}}),
 ]
+BEHIND = [Job("tiny-gpt2", "dp2z2", FULL | BF16)]
+"""Buckets are reduced behind the backward pass."""
 
 
 def zero2(job: Job, folder: str) -> tuple[Curve, int]:
@@ -222,15 +227,16 @@ def zero2(job: Job, folder: str) -> tuple[Curve, int]:
     return [(record.loss, record.grad_norm) for record in records], len(reduced)
 
 
-def both_zero2(folder: str) -> list[tuple[tuple[Curve, int], tuple[Curve, int]]]:
-    once = [Job(job.model, job.layout, job.config | ONCE, job.arguments) for job in ZERO_2]
-    pairs = zip(ZERO_2, once, strict=True)
+def both_zero2(jobs: list[Job], folder: str) -> list[tuple[tuple[Curve, int], tuple[Curve, int]]]:
+    once = [Job(job.model, job.layout, job.config | ONCE, job.arguments) for job in jobs]
+    pairs = zip(jobs, once, strict=True)
     return [(zero2(a, f"{folder}/{i}"), zero2(b, f"{folder}/{i}-once")) for i, (a, b) in enumerate(pairs)]
 
 
-def test_zero2_reduces_once_a_step_if_it_may_keep_all_gradients(tmp_path: Path) -> None:
-    found = run_ranks(2, both_zero2, str(tmp_path))[0]
-    for job, ((curve, each), (of_sums, once)) in zip(ZERO_2, found, strict=True):
+@pytest.mark.parametrize("jobs", [ZERO_2, pytest.param(BEHIND, marks=pytest.mark.thorough)], ids=["first", "others"])
+def test_zero2_reduces_once_a_step_if_it_may_keep_all_gradients(jobs: list[Job], tmp_path: Path) -> None:
+    found = run_ranks(2, both_zero2, jobs, str(tmp_path))[0]
+    for job, ((curve, each), (of_sums, once)) in zip(jobs, found, strict=True):
         assert each == 4 * once, job  # four micro-batches
         # gradients are sent in bf16 from each micro-batch, and their sums in float32
         tolerance = 2e-2 if "bf16" in job.config else 1e-6

@@ -115,8 +115,8 @@ def each(jobs: list[Job], folder: str) -> list[tuple[dict[str, Any], ...]]:
     return found
 
 
-TWO = [("pp2z1", None), ("pp2z0", "dualpipe-v")]
-OTHERS = [("pp2z0", "interleaved"), ("pp2z1", "zero-bubble-v")]
+TWO = [("pp2z0", "dualpipe-v")]
+OTHERS = [("pp2z1", None), ("pp2z0", "interleaved"), ("pp2z1", "zero-bubble-v")]
 FOUR = [("pp2tp2z0", "zero-bubble"), ("pp2dp2z1", "gpipe")]
 
 

@@ -17,8 +17,10 @@ from tests.support.training import Job, logged, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = {1: ["z0"], 2: ["pp2z1", "tp2z0", "dp2z2", "dp2z3"], 4: ["pp2tp2z1", "dp2tp2z3"]}
-NAMES = [name for names in LAYOUTS.values() for name in names]
+Layouts = dict[int, list[str]]
+"""Names of layouts by their number of ranks."""
+FIRST: Layouts = {1: ["z0"], 2: ["pp2z1", "tp2z0", "dp2z3"]}
+ALL: Layouts = {1: ["z0"], 2: ["pp2z1", "tp2z0", "dp2z2", "dp2z3"], 4: ["pp2tp2z1", "dp2tp2z3"]}
 SAVED_AT, STEPS = 2, 4
 DROPOUT = {"attention_dropout": 0.1}
 
@@ -54,42 +56,46 @@ def resume_all(pairs: list[tuple[Job, str]], folder: str) -> list[list[float]]:
     return [train(job, place, path) for (job, _), place, path in zip(pairs, places, checkpoints, strict=True)]
 
 
-@pytest.mark.parametrize("by", [3, pytest.param(0, marks=pytest.mark.thorough)], ids=["another", "its own"])
-def test_every_layout_goes_on_from_every_kind_of_layout(by: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "by"),
+    [(FIRST, 2), *(pytest.param(ALL, by, marks=pytest.mark.thorough) for by in (3, 0))],
+    ids=["another", "all from another", "all from its own"],
+)
+def test_every_layout_goes_on_from_every_kind_of_layout(layouts: Layouts, by: int, tmp_path: Path) -> None:
     """`by`: how far the layout that goes on is in the list from the one that was saved; 0: in the same layout."""
+    every = [name for names in layouts.values() for name in names]
     model = tiny_model(tmp_path / "m", "llama", True, **DROPOUT)
     unbroken: dict[str, list[float]] = {}
-    for size, names in LAYOUTS.items():
+    for size, names in layouts.items():
         curves = run_ranks(size, begin_all, [Job(model, name) for name in names], str(tmp_path))[0]
         unbroken |= dict(zip(names, curves, strict=True))
-    for size, names in LAYOUTS.items():
-        pairs = [(Job(model, name), NAMES[(NAMES.index(name) + by) % len(NAMES)]) for name in names]
+    for size, names in layouts.items():
+        pairs = [(Job(model, name), every[(every.index(name) + by) % len(every)]) for name in names]
         for (job, saved), losses in zip(pairs, run_ranks(size, resume_all, pairs, str(tmp_path))[0], strict=True):
             if saved == job.layout:
                 assert losses == unbroken[saved][SAVED_AT:], f"{saved} is not continued to the bit"
             assert losses == pytest.approx(unbroken["z0"][SAVED_AT:], rel=1e-5), f"{job.layout} after {saved}"
-    require_one_content(tmp_path)
+    require_one_content(tmp_path, every)
 
 
-def require_one_content(folder: Path) -> None:
+def require_one_content(folder: Path, layouts: list[str]) -> None:
     """All layouts have written the same tensors under the same names, and HuggingFace reads them."""
     files = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors")
     wanted, *others = (
-        {file: load_file(folder / name / f"checkpoint-{SAVED_AT}" / file) for file in files} for name in NAMES
+        {file: load_file(folder / name / f"checkpoint-{SAVED_AT}" / file) for file in files} for name in layouts
     )
     for found in others:
         for file in files:
             assert found[file].keys() == wanted[file].keys()
             for name, tensor in found[file].items():
                 torch.testing.assert_close(tensor, wanted[file][name], rtol=1e-3, atol=1e-5)
-    read: Any = AutoModelForCausalLM.from_pretrained(folder / NAMES[-1] / f"checkpoint-{SAVED_AT}")
+    checkpoint = folder / layouts[-1] / f"checkpoint-{SAVED_AT}"
+    read: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
     for name, tensor in read.state_dict().items():
         if name in wanted["model.safetensors"]:
             torch.testing.assert_close(tensor, others[-1]["model.safetensors"][name], rtol=0, atol=0)
-    checkpoint = folder / NAMES[-1] / f"checkpoint-{SAVED_AT}"
-    assert (
-        main(["checkpoint", "export", str(checkpoint), "--output_dir", str(folder / "x"), "--dtype", "bfloat16"]) == 0
-    )
+    words = ["checkpoint", "export", str(checkpoint), "--output_dir", str(folder / "x"), "--dtype", "bfloat16"]
+    assert main(words) == 0
     exported = AutoModelForCausalLM.from_pretrained(folder / "x")
     assert exported.dtype == torch.bfloat16
     assert torch.equal(exported.lm_head.weight, read.lm_head.weight.bfloat16())

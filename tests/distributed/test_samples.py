@@ -75,9 +75,9 @@ def by_source(model: str, folder: str) -> dict[str, float]:
     return {name: torch.cat(found).mean().item() for name, found in losses.items()}
 
 
-FIRST: dict[str, str | None] = {"pp2z1": "1f1b", "dp2z3": None}
+FIRST: dict[str, str | None] = {"pp2z1": "1f1b"}
 """Schedules by layout."""
-OTHERS: dict[str, str | None] = {"tp2z3": None, "pp2z0": "dualpipe-v"}
+OTHERS: dict[str, str | None] = {"dp2z3": None, "tp2z3": None, "pp2z0": "dualpipe-v"}
 
 
 @pytest.mark.parametrize(

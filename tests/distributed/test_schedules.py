@@ -37,12 +37,25 @@ def _numbers(job: Job, schedule: str, folder: str) -> list[float]:
     return numbers
 
 
-def test_four_ranks_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -> None:
+FIRST = ["zero-bubble"], ["zero-bubble-v"]
+"""Schedules with one model chunk a stage, and with several."""
+OTHERS = (
+    [name for name in SCHEDULES if name not in (*FIRST[0], *SEVERAL_CHUNKS)],
+    [name for name in SEVERAL_CHUNKS if name not in FIRST[1]],
+)
+
+
+@pytest.mark.parametrize(
+    "schedules", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"]
+)
+def test_four_ranks_train_and_evaluate_alike_by_every_schedule(
+    schedules: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
     # the inner stages put off weight gradients past the next gradient that they receive
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
     pipeline = {"pipeline": {"stages": 4, "partition": "uniform"}, "bf16": {"enabled": True}}
     eight = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
-    one_chunk = [name for name in SCHEDULES if name not in SEVERAL_CHUNKS]
+    one_chunk, several_chunks = ([DEFAULT, *(name for name in names if name != DEFAULT)] for names in schedules)
     # a folded model: the tied embedding and head on one stage; one activation crosses to the same rank
     both = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}
     numbers, several = run_ranks(
@@ -50,7 +63,7 @@ def test_four_ranks_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -
         by_schedule,
         [
             (Job(model, "pp4z1", {**pipeline, **eight}), one_chunk),
-            (Job(model, "pp2tp2z1", both), [DEFAULT, *SEVERAL_CHUNKS]),
+            (Job(model, "pp2tp2z1", both), several_chunks),
         ],
         str(tmp_path),
     )[0]

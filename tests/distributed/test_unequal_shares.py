@@ -92,18 +92,19 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     llama = tiny_model(folder / "llama", "llama", False, **LLAMA, vocab_size=319)
     mixtral = tiny_model(folder / "mixtral", "mixtral", False, **MIXTRAL)
     verified = {"verify_plan": "auto"}
-    first = [
-        Job(qwen, "tp4z1", arguments=verified),
+    first = [Job(qwen, "tp4z1", arguments=verified), Job(mixtral, "tp2dp2z3", arguments=verified)]
+    others = [
         Job(llama, "pp2tp2z0", arguments=verified),
-        Job(mixtral, "tp2dp2z3", arguments=verified),
+        Job(mixtral, "pp2tp2z1", SPREAD, arguments=verified),
         Job(mixtral, "tp4z1", BF16),
+        Job(qwen, "tp4z3"),
+        Job(llama, "tp4z1"),
     ]
-    others = [Job(qwen, "tp4z3"), Job(llama, "tp4z1"), Job(mixtral, "pp2tp2z1", SPREAD, arguments=verified)]
     jobs = first if request.param == "first" else others
     heads = tiny_model(folder / "heads", "llama", True, num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     width = tiny_model(folder / "width", "llama", True, intermediate_size=3)
     results = run_ranks(4, run_all, jobs, [Job(heads, "tp4z1"), Job(width, "tp4z1")], str(folder), timeout_s=400)
-    return folder, jobs, results, {model: trained(model) for model in (qwen, llama, mixtral)}
+    return folder, jobs, results, {model: trained(model) for model in {job.model for job in jobs}}
 
 
 def test_the_curve_is_that_of_one_process_also_after_a_resume(outcome: Any) -> None:

@@ -1,6 +1,6 @@
 """A cut that is not the model is found out before training, on all ranks alike; a right one is let through.
 
-One launch of two ranks starts a Trainer for each case. The wrong plans are what a hand-written file gets wrong: all but
+Two ranks start a Trainer for each case. The wrong plans are what a hand-written file gets wrong: all but
 one run without an error, and give numbers that are not the model's.
 """
 
@@ -60,10 +60,11 @@ def encoder() -> PretrainedConfig:
     return config
 
 
-def start_all(folder: str) -> dict[str, str]:
+def start_all(names: tuple[str, ...], folder: str) -> dict[str, str]:
     """What a Trainer says to each model: its last word where it starts, the error where it refuses."""
     causal.PLANS = Path(folder)
-    return {name: start(config, folder, name) for name, config in cases(folder).items()}
+    configs = cases(folder)
+    return {name: start(configs[name], folder, name) for name in names}
 
 
 def start(config: PretrainedConfig, folder: str, name: str) -> str:
@@ -80,14 +81,27 @@ def start(config: PretrainedConfig, folder: str, name: str) -> str:
     return next(line for line in said.getvalue().splitlines() if "tiny" in line).partition(" (")[0]
 
 
-def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path):
-    told, other = run_ranks(2, start_all, str(tmp_path), timeout_s=240)
-    assert told == other
-    assert told.pop("as declared") == "verified: the sharded model matches the whole one"
-    assert "cannot have its sequence split over 2" in (refused := told.pop(NO_SHARES)) and "Error" not in refused
-    assert "its logits depend on later tokens" in told.pop("no decoder")
+def require_refused(told: dict[str, str]) -> None:
+    """Each cut is told to be another than the model, and by how much if it runs at all."""
     for name, text in told.items():
         assert "split over 2 tensor-parallel ranks, does not match the whole one" in text, name
         assert "correct its plan" in text, name
-    assert "RuntimeError" in told.pop("a rule is missing")
-    assert {name for name, text in told.items() if "of its largest entry" in text} == set(told)
+        assert ("RuntimeError" if name == "a rule is missing" else "of its largest entry") in text, name
+
+
+def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    names = ("as declared", NO_SHARES, "a rule is missing", "wrong parts")
+    told, other = run_ranks(2, start_all, names, str(tmp_path), timeout_s=240)
+    assert told == other
+    assert told.pop("as declared") == "verified: the sharded model matches the whole one"
+    assert "cannot have its sequence split over 2" in (refused := told.pop(NO_SHARES)) and "Error" not in refused
+    require_refused(told)
+
+
+@pytest.mark.thorough
+def test_other_wrong_cuts_and_an_encoder_are_refused_too(tmp_path: Path) -> None:
+    names = ("columns in another order", "summed twice", "no decoder")
+    told, other = run_ranks(2, start_all, names, str(tmp_path), timeout_s=240)
+    assert told == other
+    assert "its logits depend on later tokens" in told.pop("no decoder")
+    require_refused(told)

@@ -131,9 +131,10 @@ LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any], tuple[str, ...], set[str
     ),
 }
 """Layers, model, ranks, config, flags, and messages that a timeline must have."""
+FIRST, *OTHERS = LAYOUTS
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
 def test_in_each_layout_streams_do_one_thing_at_a_time_and_send_what_is_reported(
     name: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_timeline_that_cannot_be_written_or_has_no_device_is_one_line(
     assert "give both" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_stage_with_several_chunks_is_counted_chunk_by_chunk(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -265,6 +267,7 @@ def test_a_rank_that_cannot_be_is_an_unusable_argument(words: tuple[str, ...]) -
     assert ended.value.code == 2
 
 
+@pytest.mark.thorough
 def test_zero3_divides_every_tensor_and_leaves_torch_as_it_was(capfd: pytest.CaptureFixture[str], model: str) -> None:
     before, words = functional.linear, ("--world_size", "4", "--model_name_or_path", model, "--bf16")
     (report,) = of_all_stages(capfd, *words, "--deepspeed_config", "zero3")

@@ -61,6 +61,7 @@ def test_lora_on_conversations(tmp_path: Path) -> None:
     assert any("lora_A" in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.thorough
 def test_a_list_of_layers_learns(tmp_path: Path) -> None:
     said = start("own_layers", "--output_dir", tmp_path)
     assert "stage 1 on rank 1" in said
@@ -84,6 +85,7 @@ def test_the_hf_trainer_takes_the_same_json(tmp_path: Path) -> None:
     assert len(seen) == 3 and seen[-1] < seen[0]
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_layers_alone() -> None:
     said = start("tensor_parallel_layers")
     assert "rank 0 holds 50 of 99" in said and "rank 1 holds 49 of 99" in said

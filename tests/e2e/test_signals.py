@@ -91,19 +91,31 @@ def command(text: Path, folder: Path) -> list[str]:
     return [*deepspeed(2), "scripts/train.py", *map(str, flags)]
 
 
-def test_a_run_stops_and_goes_on_whoever_is_signalled(tmp_path: Path) -> None:
-    text, folder = tmp_path / "fox.txt", tmp_path / "run"
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of which the `deepspeed` process alone was signalled."""
+    place = tmp_path_factory.mktemp("signals")
+    text, folder = place / "fox.txt", place / "run"
     text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
-    first = Run(command(text, folder), folder, steps=1)
-    first.launcher.send_signal(signal.SIGINT)  # the `deepspeed` process alone
-    assert first.end() == -signal.SIGINT
-    assert first.saved_once()
-    begun = first.steps()
-    said = first.said.read_text()
-    assert f"SIGTERM: saved and stopped after step {begun}" in said
-    assert said.count("Traceback") == 1  # its own
-    goes_on = next(line for line in said.splitlines() if line.startswith("go on with: "))
+    run = Run(command(text, folder), folder, steps=1)
+    run.launcher.send_signal(signal.SIGINT)
+    assert run.end() == -signal.SIGINT
+    return run
 
+
+def test_a_run_saves_and_stops_when_its_launcher_is_signalled(stopped: Run) -> None:
+    assert stopped.saved_once()
+    said = stopped.said.read_text()
+    assert f"SIGTERM: saved and stopped after step {stopped.steps()}" in said
+    assert said.count("Traceback") == 1  # of the launcher
+    assert "\ngo on with: " in said
+
+
+@pytest.mark.thorough
+def test_it_goes_on_by_the_command_that_it_said_also_after_a_kill_and_stops_at_ctrl_c(stopped: Run) -> None:
+    folder, begun = stopped.folder, stopped.steps()
+    lines = stopped.said.read_text().splitlines()
+    goes_on = next(line for line in lines if line.startswith("go on with: "))
     words = shlex.split(goes_on.removeprefix("go on with: "))
     words[:1] = ["ds-harness", "launch", "--max_restarts", "1"]
     again = Run([*words, "--save_total_limit", "1"], folder, steps=begun + 1)

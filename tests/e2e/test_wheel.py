@@ -75,11 +75,13 @@ def test_every_module_and_every_file_that_it_reads_travels(wheel):
     assert carried == expected
 
 
+@pytest.mark.thorough
 def test_a_preset_is_found_by_its_name(run):
     done = run("-c", "from harness import load; print(load('zero3').data['zero_optimization']['stage'])")
     assert done.stdout.strip() == "3", done.stderr
 
 
+@pytest.mark.thorough
 def test_the_planner_page_is_written_from_the_installed_sources(run):
     asked = ("--model", "tiny-llama", "--world_size", "2", "--hardware", "h100", "--page", "page.html")
     code = "import sys; from harness.cli import main; sys.exit(main())"

@@ -60,7 +60,10 @@ def test_it_trains_saves_and_resumes_to_the_same_losses(core: Path, tmp_path: Pa
     assert (tmp_path / "alone" / "checkpoint-4").is_dir()
 
 
-@pytest.mark.parametrize("verb", ["check", "plan", "verify", "models", "report", "dry-run", "cluster", "generate"])
+OTHERS = ("plan", "verify", "models", "report", "dry-run", "cluster", "generate")
+
+
+@pytest.mark.parametrize("verb", ["check", *(pytest.param(verb, marks=pytest.mark.thorough) for verb in OTHERS)])
 def test_a_verb_of_a_part_says_in_one_line_that_it_is_not_there(verb: str, core: Path) -> None:
     done = python(core, "-m", "harness", verb, "anything")
     (line,) = done.stderr.splitlines()

@@ -95,8 +95,10 @@ def on_device(worker: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def inheriting(make: Callable[[], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def inheriting(make: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Have `make`, which keeps what it makes, called once before a worker's ranks are forked, which then have it too.
+
+    It is given the arguments of the worker.
 
     Not on the simulated device, where each rank makes it on its own.
     """
@@ -216,7 +218,7 @@ def launch_ranks(name: str, job: Path) -> int:
         import torch.distributed  # noqa: F401  imported before the fork, so once
     worker = getattr(importlib.import_module(module), function)
     if hasattr(worker, "inherited") and not simulated.is_installed():
-        worker.inherited()
+        worker.inherited(*args)
     alive: dict[int, int] = {}
     for rank in range(n):
         pid = os.fork()
