@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from harness.deepspeed.expert_groups import is_expert
 from harness.deepspeed.flat_optimizer import Averaging, FlatOptimizer
 from harness.deepspeed.flat_tensors import EngineOptimizer
-from harness.deepspeed.kept_in_fp32 import spared_from_casts
+from harness.deepspeed.kept_in_fp32 import is_kept
 
 
 class ConstructedEngine(DeepSpeedEngine):
@@ -24,13 +24,18 @@ class ConstructedEngine(DeepSpeedEngine):
             self.has_moe_layers = True
 
     def _cast_module_mixed_precision(self, *args: object, **kwargs: object) -> None:
-        with spared_from_casts(self.module):
-            super()._cast_module_mixed_precision(*args, **kwargs)
+        # DeepSpeed casts all parameters of a module at once. Kept ones then get back their float32 tensors, not casts
+        # of the casts, which would have lost the lower bits.
+        kept = [(p, p.data) for p in self.module.parameters() if is_kept(p)]
+        super()._cast_module_mixed_precision(*args, **kwargs)
+        for parameter, data in kept:
+            parameter.data = data
 
     def _configure_bf16_optimizer(self, optimizer: Optimizer) -> EngineOptimizer:
         return self._flat_optimizer(optimizer, self.get_data_types()[1])
 
     def _configure_zero_optimizer(self, optimizer: Optimizer) -> EngineOptimizer:
+        # DeepSpeed routes only bf16 to `_configure_bf16_optimizer`: float32 at stage 1 is caught here.
         plain = self.zero_optimization_stage() == 1 and self.get_data_types() == (torch.float32, torch.float32)
         # FlatOptimizer has neither offloading nor ZenFlow, and `StagedEngine` always computes the norm.
         if plain and not self.zero_cpu_offload() and not self.zenflow and self.zero_compute_grad_norm():

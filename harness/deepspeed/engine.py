@@ -48,7 +48,8 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
 
     Their shape may differ from training's. Monitors are off, because DeepSpeed would log each call as an evaluation.
     """
-    monitored, engine.monitor.enabled = engine.monitor.enabled, False
+    monitored = engine.monitor.enabled
+    engine.monitor.enabled = False
     engine.reset_activation_shape()  # stages exchange shapes only with the first tensor that they send
     loss: Tensor = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
     engine.reset_activation_shape()  # the next training step may have other shapes

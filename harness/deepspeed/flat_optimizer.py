@@ -95,7 +95,8 @@ class FlatOptimizer(BF16_Optimizer):
                 f"a gradient of {self.param_names[parameter]} came after the gradients of its group were sent to the "
                 "other data-parallel ranks: set zero_optimization.overlap_comm to false"
             )
-        total, gradient = self.fp32_groups_gradients[group][index], parameter.grad.reshape(-1)
+        total = self.fp32_groups_gradients[group][index]
+        gradient = parameter.grad.reshape(-1)
         if self.fp32_groups_has_gradients[group][index]:
             total.add_(gradient)  # mixed dtypes, without a float32 copy of the gradient
         else:
@@ -112,8 +113,10 @@ class FlatOptimizer(BF16_Optimizer):
         Returns a function that waits until this rank's slice holds the means.
         """
         self._averaged.add(group)
-        flat, own = self.fp32_groups_gradients_flat[group], self.fp32_groups_gradient_flat_partition[group]
-        how, ranks = self._averaging, self.real_dp_process_group[group]
+        flat = self.fp32_groups_gradients_flat[group]
+        own = self.fp32_groups_gradient_flat_partition[group]
+        how = self._averaging
+        ranks = self.real_dp_process_group[group]
         if dist.get_world_size(ranks) == 1:  # nothing is sent, and nothing rounded
             # Experts without copies: like all gradients, theirs are means over all data-parallel ranks.
             if how.ranks > 1:
@@ -130,6 +133,7 @@ class FlatOptimizer(BF16_Optimizer):
         def finish() -> None:
             work.wait()
             with torch.no_grad():
+                # Widened before the division, which would round once more in the dtype that was sent.
                 own.copy_(received).mul_(how.after)
 
         return finish
@@ -150,7 +154,8 @@ class FlatOptimizer(BF16_Optimizer):
         size = self.fp32_groups_gradient_flat_partition[index].numel()
         first = dist.get_rank(self.real_dp_process_group[index]) * size
         # `at` is the start of a parameter relative to this rank's slice. The pair at the end closes the last range.
-        at, begun = -first, None
+        at = -first
+        begun = None
         for parameter, is_wanted in zip([*self.bf16_groups[index], None], [*wanted, False], strict=True):
             here = min(max(at, 0), size)
             if is_wanted and begun is None:
@@ -211,7 +216,8 @@ class FlatOptimizer(BF16_Optimizer):
 
     def _copy_slice(self, index: int) -> None:
         """Copy this rank's updated slice of a group to the model's parameters."""
-        weights, own = self.fp32_groups_flat_partition[index], self._own_slice(index)
+        weights = self.fp32_groups_flat_partition[index]
+        own = self._own_slice(index)
         if own.untyped_storage()._cdata != weights.untyped_storage()._cdata:  # float32 weights are updated in place
             own.data.copy_(weights.data)
 
@@ -223,7 +229,8 @@ class FlatOptimizer(BF16_Optimizer):
     def send_weights(self) -> None:
         """Begin to gather updated slices over the data ranks, unless already begun; all ranks call it."""
         for index in self._unsent:
-            flat, ranks = self.bf16_groups_flat[index], self._weights_over[index]
+            flat = self.bf16_groups_flat[index]
+            ranks = self._weights_over[index]
             if dist.get_world_size(ranks) > 1:
                 work = comm.all_gather_into_tensor(flat, self._own_slice(index), group=ranks, async_op=True)
                 self._arriving[index] = work.wait

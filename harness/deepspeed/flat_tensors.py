@@ -1,7 +1,7 @@
 """The tensors that DeepSpeed's optimizers update, and where the elements of each parameter lie in them.
 
 ZeRO and the bf16 optimizer update flat float32 tensors in place of the parameters, and copy the values back. To save
-or change the state of one parameter, its elements have to be found in those.
+or change the state of one parameter, its elements must be found in these tensors.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _flat_partition_slices(updated: FlatPartition) -> Iterator[ParameterSlice]:
 
 
 def _per_parameter_slices(updated: PerParameterPartition) -> Iterator[ParameterSlice]:
-    """Yield slices of equal length on all ranks; those of the last ranks may be shorter, and padded in the tensor."""
+    """Yield slices of equal length on all ranks; on the last ranks they may be shorter, and padded in the tensor."""
     offset = 0
     for parameter in updated.parameters:
         divided = Partition.of(parameter)
@@ -130,13 +130,6 @@ def _per_parameter_slices(updated: PerParameterPartition) -> Iterator[ParameterS
             split=dist.get_world_size(divided.group) > 1,
         )
         offset += divided.size
-
-
-def all_parameter_slices(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, ParameterSlice]]:
-    """Yield each slice and the tensor that holds it, flat or of the parameter's shape; `optimizer` is the engine's."""
-    for updated in updated_tensors(optimizer):
-        for local in parameter_slices(updated):
-            yield updated.tensor, local
 
 
 def updated_tensors(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) -> Iterator[UpdatedTensor]:
@@ -162,8 +155,8 @@ def updated_tensors(optimizer: EngineOptimizer, chosen: Sequence[int] | None = N
             parameters = optimizer.bf16_groups[index]
             # Without gaps: DeepSpeed pads the flat tensor only after the last parameter.
             offsets = [sum(p.numel() for p in parameters[:at]) for at in range(len(parameters))]
-            flat, group = optimizer.fp32_groups_flat_partition[index], optimizer.real_dp_process_group[index]
-            yield FlatPartition(flat, parameters, offsets, group, index)
+            flat = optimizer.fp32_groups_flat_partition[index]
+            yield FlatPartition(flat, parameters, offsets, optimizer.real_dp_process_group[index], index)
     else:
         for index in chosen:
             for parameter in optimizer.param_groups[index]["params"]:

@@ -50,6 +50,7 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     parts = [part for tensor in tensors for part in tensor.detach().reshape(-1).split(size or max(1, tensor.numel()))]
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
+    # torch has no sum of squares over a list. Root and square in float64 lose nothing that float32 could hold.
     return torch.stack(torch._foreach_norm(parts, 2.0, dtype=torch.float64)).square().sum()
 
 

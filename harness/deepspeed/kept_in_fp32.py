@@ -7,25 +7,15 @@ tensor and one bucket for each dtype. The attribute `kept_in_fp32` marks a kept 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def is_kept(parameter: Tensor) -> bool:
     """Return whether a parameter stays in float32."""
     return bool(getattr(parameter, "kept_in_fp32", False))
-
-
-@contextmanager
-def spared_from_casts(module: nn.Module) -> Iterator[None]:
-    """Restore the values of kept parameters at the end, as DeepSpeed casts all parameters of a module at once."""
-    kept = [(p, p.data) for p in module.parameters() if is_kept(p)]
-    yield
-    for parameter, data in kept:
-        parameter.data = data
 
 
 Flatten = Callable[[Sequence[Tensor]], Tensor]

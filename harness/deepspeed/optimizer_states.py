@@ -61,10 +61,12 @@ def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> It
 
 def _write_back(optimizer: EngineOptimizer, index: int) -> None:
     """Write the tensors of a sub-group to their files."""
-    flat, states = optimizer.fp32_partitioned_groups_flat[index], optimizer.optimizer.state
+    flat = optimizer.fp32_partitioned_groups_flat[index]
+    states = optimizer.optimizer.state
     # DeepSpeed writes from a pinned buffer, which swapping in allocates. Remove the states meanwhile: a fresh
     # optimizer's states have no file yet, but would be read from one.
-    values, kept = flat.data, states.pop(flat, None)
+    values = flat.data
+    kept = states.pop(flat, None)
     optimizer._optimizer_states_and_gradient_swap_in(index)
     flat.data.copy_(values)
     if kept is not None:
@@ -118,7 +120,8 @@ def template(optimizer: EngineOptimizer, updated: UpdatedTensor) -> StateTemplat
     probe.requires_grad_().grad = torch.zeros_like(probe)
     group = inner.param_groups[updated.param_group]
     trial = {**group, "params": [probe], "lr": 0.0}
-    state, groups = inner.state, inner.param_groups
+    state = inner.state
+    groups = inner.param_groups
     inner.state = defaultdict(dict)
     inner.param_groups = [trial]
     try:
@@ -160,9 +163,10 @@ def stored_names(optimizer: EngineOptimizer, template: StateTemplate) -> dict[st
 def counters_of(optimizer: EngineOptimizer, updated: UpdatedTensor, template: StateTemplate) -> dict[str, Counter]:
     """Return the optimizer's counters for a tensor and its group, by name; empty before the first step."""
     inner = torch_optimizer(optimizer)
-    state, group = inner.state.get(updated.tensor, {}), inner.param_groups[updated.param_group]
+    state = inner.state.get(updated.tensor, {})
     if not state:
         return {}
+    group = inner.param_groups[updated.param_group]
     found = {name: state[name] for name in template.counters}
     return found | {name: group[name] for name in template.of_group if name in group}
 

@@ -92,6 +92,7 @@ class OverlappedMeans:
 
     def finish(self) -> None:
         """Average the gradients of all groups; this rank's slices then hold the means."""
+        # All begin before the first wait, so that the network never idles between two groups.
         for group in self._order:
             if group not in self._under_way:
                 self._start(group)
@@ -118,7 +119,7 @@ class OverlappedMeans:
             if group in self._under_way:
                 continue
             if self._missing.get(group, {-1}):
-                return
+                return  # later groups wait too, even if they are complete: all ranks reduce in one order
             self._start(group)
 
     def _start(self, group: int) -> None:
@@ -132,6 +133,7 @@ class AwaitedWeights:
 
     Attributes:
         order: all parameter groups, in the order in which they are needed.
+        before_layers: the groups that no layer waits for.
     """
 
     def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk]) -> None:
@@ -139,16 +141,12 @@ class AwaitedWeights:
         calls = [layer for chunk in chunks for _, layer in chunk]  # in the order of a micro-batch
         needed = [_first_need(calls, parameters) for parameters in optimizer.bf16_groups]
         self.order = sorted(range(len(needed)), key=needed.__getitem__)
-        self._at_first = [group for group in self.order if needed[group] < 0]
+        self.before_layers = [group for group in self.order if needed[group] < 0]
         for place, layer in enumerate(calls):
             groups = [group for group in self.order if needed[group] == place]
             if groups and isinstance(layer, nn.Module):
                 # Before other hooks, which may read weights.
                 layer.register_forward_pre_hook(partial(self._await, groups), prepend=True)
-
-    def await_first_weights(self) -> None:
-        """Send the weights not yet sent, and wait for the ones that no layer waits for."""
-        self._optimizer.await_weights(self._at_first)
 
     def _await(self, groups: Sequence[int], _layer: nn.Module, _inputs: object) -> None:
         self._optimizer.await_weights(groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -86,7 +86,11 @@ class GivenStages(PipelineModule):
         super().__init__(layers, topology=topology, **options)
         # Only after the constructor, which broadcasts the initial values of all tied weights. Frozen ones need them,
         # too, but have no gradient to sum.
-        self.tied_comms = dict(_trained_ties(self.tied_comms))
+        for key, tie in list(self.tied_comms.items()):
+            module = tie["module"]
+            tie["weight_attr"] = [name for name in tie["weight_attr"] if module.get_parameter(name).requires_grad]
+            if not tie["weight_attr"]:
+                del self.tied_comms[key]
 
     def indexed_layers(self) -> list[tuple[int, LayerCall]]:
         """Return this stage's layers, each with its index in the whole pipeline."""
@@ -104,12 +108,13 @@ class GivenStages(PipelineModule):
         start = self._indices.index(first)
         layers = self.indexed_layers()[start : start + stop - first]
         interval = self.activation_checkpoint_interval
-        size = interval or len(layers)
+        size = interval or len(layers)  # 0 recomputes nothing: one run
         for start in range(0, len(layers), size):
             block = layers[start : start + size]
             yield block, interval > 0 and self._is_checkpointable([call for _, call in block])
 
     def stage_owner(self, layer_idx: int) -> int:
+        # DeepSpeed searches the boundaries by stage, but with several chunks per stage they are by chunk.
         return self._chunks.stage_of(bisect_right(self.parts, layer_idx) - 1)
 
     # Otherwise torch would record the broadcast, and warn in each backward through a tied weight.
@@ -142,11 +147,3 @@ class GivenStages(PipelineModule):
 
     def _is_checkpointable(self, funcs: Sequence[LayerCall]) -> bool:
         return bool(self.__dict__["_builder"].is_recomputed(funcs))
-
-
-def _trained_ties(ties: Mapping[str, Tie]) -> Iterator[tuple[str, Tie]]:
-    """Yield DeepSpeed's records of tied weights, each with its key, without frozen weights."""
-    for key, tie in ties.items():
-        trained = [name for name in tie["weight_attr"] if tie["module"].get_parameter(name).requires_grad]
-        if trained:
-            yield key, {**tie, "weight_attr": trained}

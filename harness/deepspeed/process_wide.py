@@ -23,11 +23,7 @@ R = TypeVar("R")
 def silence_prints() -> None:
     """Silence the prints of DeepSpeed's pipeline; log messages and warnings stay."""
     for place in (module, topology):
-        vars(place)["print"] = _print_nothing
-
-
-def _print_nothing(*_words: object) -> None:
-    """Take the place of `print`."""
+        vars(place)["print"] = lambda *_words: None  # found before the builtin
 
 
 def avoid_compiling() -> None:
@@ -44,7 +40,8 @@ def import_muon_without_compiler() -> None:
 
     A decorator in that module imports the compiler at once, which takes more than a second of each start.
     """
-    compile_at_once, compiler.compile = compiler.compile, lambda: _compiled_when_called
+    compile_at_once = compiler.compile
+    compiler.compile = lambda: _compiled_when_called
     try:
         from deepspeed.runtime.zero.muon import original_muon  # noqa: F401
     finally:
@@ -92,7 +89,8 @@ def take_the_only_device(accelerator: DeepSpeedAccelerator) -> None:
     """
     if "device_name" in vars(accelerator):  # by an earlier run of this process
         return
-    named, chosen = accelerator.device_name, accelerator.set_device
+    named = accelerator.device_name
+    chosen = accelerator.set_device
     accelerator.device_name = lambda index=None: named(None if index is None else 0)
     accelerator.set_device = lambda _index: chosen(0)
 

@@ -33,7 +33,7 @@ from harness.schedules import ModelChunks
 from harness.topology.env import run_timeout
 
 Operands: TypeAlias = Mapping[str, int]
-"""The arguments of an instruction: a `buffer_id`, a `micro_batch` and a `chunk`; none for those of the whole step."""
+"""The arguments of an instruction: `buffer_id`, `micro_batch`, `chunk`; none for an instruction of the whole step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +74,8 @@ class Transfers:
         """Start to send a tensor (any shape) to the stage of a chunk; replaces DeepSpeed's `p2p.send`."""
         # Keep a reference until the send completes: the tensor's memory must not be reused before.
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
-        tensor, stage = tensor.detach().contiguous(), self.chunks.stage_of(chunk)
+        tensor = tensor.detach().contiguous()
+        stage = self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:  # both chunks are on this stage: no communication
             self._within.append(tensor)
             return
@@ -90,6 +91,7 @@ class Transfers:
             tensor.copy_(self._within.popleft())
             return
         group = self.groups[stage < self.engine.stage_id]
+        # Blocking: a receive stands just before the pass that needs the tensor.
         dist.recv(tensor, self.engine.grid.stage_to_global(stage_id=stage), group=group)
 
     def finish(self) -> None:
@@ -107,7 +109,8 @@ def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfe
     activations: dict[bool, dist.ProcessGroup | None] = {True: None}  # None: the default group of all ranks
     gradients: dict[bool, dist.ProcessGroup | None] = {False: engine.grid.get_pipe_parallel_group()}
     if chunks.per_stage > 1:  # the next chunk may be on an earlier stage
-        activations[False], gradients[True] = _new_group(engine), _new_group(engine)
+        activations[False] = _new_group(engine)
+        gradients[True] = _new_group(engine)
     return Transfers(engine, chunks, activations), Transfers(engine, chunks, gradients)
 
 
@@ -257,7 +260,8 @@ class ScheduledEngine(PipelineEngine):
         return self._begin(self.schedule.evaluation(micro_batches), ("AwaitSends",))
 
     def _begin(self, program: StageProgram, last: Sequence[str]) -> StageProgram:
-        """Drop the remains of a failed step; return a program that ends with the instructions `last`."""
+        """Return a program that ends with the instructions `last`."""
+        # A failed step may have left tensors behind, which would be taken for this step's.
         for transfers in self._transfers or ():
             transfers.clear()
         self._leave_chunk()
@@ -270,8 +274,8 @@ class ScheduledEngine(PipelineEngine):
     def _exec_schedule(self, program: StageProgram) -> None:
         self._reserve_pipe_buffers(program.buffers)
         self.fwd_outputs: list[Tensor] = []
-        # A chunk's micro-batches end in the order in which they began, so the ones in flight are consecutive, and no
-        # two share a buffer.
+        # A chunk's micro-batches end in the order in which they began, so micro-batches in flight are consecutive, and
+        # no two share a buffer.
         steps: list[tuple[str, Operands]] = [
             (name, {"buffer_id": micro_batch % program.buffers, "micro_batch": micro_batch, "chunk": chunk})
             for name, micro_batch, chunk in program.instructions
@@ -295,7 +299,8 @@ class ScheduledEngine(PipelineEngine):
 
         In place of two methods of DeepSpeed, whose other features the harness does not have.
         """
-        ends_here, loss_fn = self.is_last_stage(), self.module.loss_fn
+        ends_here = self.is_last_stage()
+        loss_fn = self.module.loss_fn
         labels = self.pipe_buffers["labels"][buffer_id] if ends_here else None
         inputs = self._inputs_of(buffer_id)
         if isinstance(self.optimizer, ZeROOptimizer):
@@ -316,7 +321,7 @@ class ScheduledEngine(PipelineEngine):
             # this one's backward pass
             self._losses[buffer_id] = loss
             self._add_losses(loss.detach())
-            # Otherwise the logits would stay in memory until those of a later micro-batch replace them.
+            # Otherwise the logits would stay in memory until a later micro-batch's logits replace them.
             outputs = None
         elif self.is_pipe_partitioned:
             outputs = self._part_of(outputs, buffer_id)
@@ -324,7 +329,7 @@ class ScheduledEngine(PipelineEngine):
         loss_fn.expect(None)
 
     def _add_losses(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch, and the other losses that the model reports, to those of the step."""
+        """Add the loss of a micro-batch, and the other losses that the model reports, to the step's sums."""
         self.fwd_outputs.append(loss)
         self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
         for name, other in (self.module.get_additional_losses() or {}).items():
@@ -342,7 +347,8 @@ class ScheduledEngine(PipelineEngine):
         # The sizes are read on the host, which waits for the device: once, until `reset_activation_shape`.
         if self.pipe_partition_input_meta_cache is None:
             self.pipe_partition_input_meta_cache = inputs[0].to("cpu")
-        meta, group = self.pipe_partition_input_meta_cache, self.grid.get_slice_parallel_group()
+        meta = self.pipe_partition_input_meta_cache
+        group = self.grid.get_slice_parallel_group()
         first = PartitionedTensor.from_meta(meta=meta, local_part=inputs[1], group=group).full().requires_grad_()
         # the leaf whose gradient is sent back
         self.pipe_buffers["inputs"][buffer_id] = whole = (first, *inputs[2:]) if len(inputs) > 2 else first
@@ -423,6 +429,7 @@ class ScheduledEngine(PipelineEngine):
         return self.schedule.chunks.count - 1 in self._here if self._speaks_of_chunks else bool(super().is_last_stage())
 
     def _loss_stage_global_rank(self) -> int:
+        # DeepSpeed broadcasts from the last stage. The last chunk of a folded schedule is on the first one.
         return int(self.grid.stage_to_global(self.schedule.chunks.loss_stage))
 
     def reset_activation_shape(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.deepspeed.flat_tensors import EngineOptimizer, all_parameter_slices
+from harness.deepspeed.flat_tensors import EngineOptimizer, parameter_slices, updated_tensors
 from harness.topology.agreement import all_gather_object
 
 
@@ -50,7 +50,7 @@ class UnusedParameters:
 
         def note(parameter: nn.Parameter) -> None:
             self.used.add(self.names[id(parameter)])
-            handles.pop(id(parameter)).remove()
+            handles.pop(id(parameter)).remove()  # else it would run in every backward pass
 
         handles = {id(p): p.register_post_accumulate_grad_hook(note) for p in self._parameters}
 
@@ -62,10 +62,11 @@ class UnusedParameters:
         if not somewhere:  # the same decision on all ranks
             return
         unused = somewhere - {name for row in all_gather_object(sorted(somewhere & self.used)) for name in row}
-        for tensor, local in all_parameter_slices(self._optimizer):
-            if local.length and self.names.get(id(local.parameter)) in unused:
-                used = torch.zeros((), dtype=torch.bool, device=tensor.device)
-                self.pieces.setdefault(id(tensor), []).append((local.offset, local.length, used))
+        for updated in updated_tensors(self._optimizer):
+            for local in parameter_slices(updated):
+                if local.length and self.names.get(id(local.parameter)) in unused:
+                    used = torch.zeros((), dtype=torch.bool, device=updated.tensor.device)
+                    self.pieces.setdefault(id(updated.tensor), []).append((local.offset, local.length, used))
 
     @contextmanager
     def kept(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -110,6 +111,8 @@ def _piece(tensor: Tensor, offset: int, length: int) -> Tensor:
 
 def _names(module: nn.Module) -> dict[int, str]:
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    # Each stage names its copy of a tied weight after its own layer. Under different names, a weight that only another
+    # stage uses would count as unused here.
     for key, weights in getattr(module, "__dict__", {}).get("tied_modules", {}).items():
         for index, parameter in enumerate(weights.parameters()):
             if id(parameter) in names:

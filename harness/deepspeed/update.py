@@ -122,7 +122,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self.gradients = StepGradients(self.optimizer)
         self.unused = UnusedParameters(self.module, self.optimizer)
         self._has_stepped = False
-        self._sums_partial = True
+        self._sums_partial = True  # until the first step has shown which gradients are partial
         self.means: OverlappedMeans | None = None
         self.weights: AwaitedWeights | None = None
         if isinstance(self.optimizer, FlatOptimizer):
@@ -158,7 +158,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 
     def _train_schedule(self) -> StageProgram:
         if self.weights is not None:
-            self.weights.await_first_weights()
+            self.optimizer.await_weights(self.weights.before_layers)
             self.optimizer.forget_sums()
         if self.means is not None:
             # Not in the first step, which finds unused parameters and partial gradients, and not if weight gradients
@@ -177,7 +177,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             self.optimizer.await_weights()
 
     def abandon_weights(self) -> None:
-        """Wait for the weights in flight to this rank, and send no others, which nobody would read."""
+        """Wait for the weights in flight to this rank, and send no others, which would not be read."""
         if self.weights is not None:
             self.optimizer.abandon_weights()
 
@@ -238,8 +238,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if self.is_last_stage():
             mean: Tensor = super()._aggregate_total_loss()
             return mean
-        # DeepSpeed would copy zeros from the host here, and wait for the copy. The order of the values is the one in
-        # which its last stage sends them: the loss on its data rank, the mean over data ranks, the others.
+        # DeepSpeed would copy zeros from the host here, and wait for the copy. The values come in the order in which
+        # its last stage sends them: the loss on its data rank, the mean over data ranks, the others.
         names = list(self.module.get_additional_losses() or ())
         losses = torch.zeros(2 + len(names), device=self.device)
         comm.broadcast(losses, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
@@ -250,7 +250,10 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 
     @torch.no_grad()
     def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
-        if not self._updates_here:
+        # DeepSpeed's own optimizers for ZeRO-1 with offloaded states, for fp16, and for bf16 without float32 sums
+        # reduce, clip and update by themselves, as does torch's autocast in fp16.
+        is_plain = isinstance(self.optimizer, (FlatOptimizer, Optimizer))
+        if self.torch_autocast_z0_gradscaler is not None or not is_plain:
             with self.unused.kept(inner_optimizers(self)):
                 super()._take_model_step(lr_kwargs)  # norm, clipping, update and zeroing are inside the optimizer
             return
@@ -286,7 +289,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
 
         The host does not wait. The reader of the norm must call `count_skipped_step` for a skipped step.
         """
-        optimizer, limit = self.basic_optimizer, self.gradient_clipping()
+        optimizer = self.basic_optimizer
+        limit = self.gradient_clipping()
         # torch's GradScaler sets the same two attributes; the fused kernel reads both as float32, and divides by the
         # second.
         optimizer.found_inf = (~torch.isfinite(norm)).float() if self._skips_nonfinite else None
@@ -306,15 +310,6 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if isinstance(self.optimizer, FlatOptimizer):
             return self.optimizer.slices
         return [p.grad for p in self.trained if p.grad is not None]
-
-    @cached_property
-    def _updates_here(self) -> bool:
-        """Whether the update is the one above, with a plain torch optimizer or `FlatOptimizer`.
-
-        DeepSpeed's own optimizers for ZeRO-1 with offloaded states, for fp16, and for bf16 without float32 sums reduce,
-        clip and update by themselves, as does torch's autocast in fp16.
-        """
-        return self.torch_autocast_z0_gradscaler is None and isinstance(self.optimizer, (FlatOptimizer, Optimizer))
 
     @cached_property
     def _skips_nonfinite(self) -> bool:
@@ -487,7 +482,7 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
         """Return the gradient norm times the loss scale, with equally many collectives on each stage.
 
         DeepSpeed calls one all-reduce over all stages for each parameter group. A stage with fewer groups (for example
-        without experts) would miss the last ones, and the other stages would hang. Here it adds zeros in those.
+        without experts) would not call the last all-reduces, and the others would hang. Here it adds zeros in them.
         """
         found = [super().scaled_global_norm(norm_type)]
         for _ in range(self.most_groups - len(self.bit16_groups)):

@@ -120,7 +120,7 @@ class GatheredParameters:
     DeepSpeed gathers them again for each micro-batch, although only the optimizer changes them. They are kept only if a
     forward pass ends with all of them gathered anyway, so that this takes no memory: their number is within
     `stage3_max_live_parameters`, and twice it (forward and backward) within `stage3_max_reuse_distance`. Offloaded
-    parameters, and ones gathered from hpZ's secondary copy, are not kept.
+    parameters, and parameters gathered from hpZ's secondary copy, are not kept.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:

@@ -26,7 +26,7 @@ class Travelling:
 def seen_by(calls: list[Callable[[Tensor], Tensor]], optimizer: Travelling) -> list[list[int]]:
     """Which groups have arrived at the begin of a step, and when each layer runs."""
     weights, seen = AwaitedWeights(optimizer, [list(enumerate(calls))]), []  # type: ignore[arg-type]
-    weights.await_first_weights()
+    optimizer.await_weights(weights.before_layers)
     seen.append(list(optimizer.arrived))
     x = torch.ones(2, 2)
     for call in calls:
