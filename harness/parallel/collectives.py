@@ -114,7 +114,8 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Te
     """
     if (memory := memory_of(x, group)) is not None:
         return memory.start_reduce_scatter(x)
-    total, x = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:])), x.contiguous()
+    total = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    x = x.contiguous()
     return _ended(scatter_single(total, x, group=group, async_op=True), total, x)
 
 
@@ -128,7 +129,8 @@ def start_all_to_all(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proc
     if (memory := memory_of(x, group)) is not None:
         return memory.start_all_to_all(x, sizes)
     rank = dist.get_rank(group)
-    received, x = [row[rank] for row in sizes], x.contiguous()
+    received = [row[rank] for row in sizes]
+    x = x.contiguous()
     arriving = x.new_empty((sum(received), *x.shape[1:]))
     work = dist.all_to_all_single(arriving, x, received, list(sizes[rank]), group=group, async_op=True)
     return _ended(work, arriving, x)

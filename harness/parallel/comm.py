@@ -30,7 +30,8 @@ OUT_OF_SPLIT = frozenset(
     {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "SplitToGroupBackward"}
 )
 # The same for values of all tokens and of a shard of the sequence: see `harness.parallel.tensor.sequence`.
-GATHERS_SHARES, SPLITS_SEQUENCE = "_GatherSequenceBackward", "_SplitSequenceBackward"
+GATHERS_SHARES = "_GatherSequenceBackward"
+SPLITS_SEQUENCE = "_SplitSequenceBackward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,8 @@ def start_sum_of_shard(
     scattered = start_reduce_scatter(parts, group)
 
     def shard() -> Tensor:
-        total, own = scattered(), widths[group_rank(group)]
+        total = scattered()
+        own = widths[group_rank(group)]
         return total if own == total.shape[dim] else total.narrow(dim, 0, own).contiguous()
 
     return shard
@@ -197,7 +199,7 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # a tensor of its own in the graph, in the memory of x
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:

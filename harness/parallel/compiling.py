@@ -29,16 +29,12 @@ class Eager(Generic[P, R]):
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
-        self.run = self._function = function
+        self.run = self.function = function
         update_wrapper(self, function)
         _EAGER.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.run(*args, **kwargs)
-
-    def keep_out(self) -> None:
-        """Exclude the function from compilation, which imports the compiler."""
-        self.run = torch.compiler.disable(self._function)
 
 
 def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
@@ -46,8 +42,8 @@ def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
 
     `options` are passed to torch.compile.
     """
-    for function in _EAGER:
-        function.keep_out()
+    for eager in _EAGER:
+        eager.run = torch.compiler.disable(eager.function)
     for module in modules:
         module.compile(**options)
 
@@ -56,7 +52,7 @@ def waits_for_compiler(backend: str, options: Mapping[str, object] = MappingProx
     """Return a message that says which steps compile, and where the code is cached for later runs.
 
     Args:
-        options: those of torch.compile. By default it compiles once for a second length, and then for all.
+        options: the options of torch.compile. By default it compiles once for a second length, and then for all.
     """
     kept = ""
     if backend == INDUCTOR:

@@ -37,7 +37,7 @@ _active: ContextVar[RngMode | None] = ContextVar("active mode", default=None)
 
 
 class RngMode(TorchFunctionMode, ABC):
-    """Intercepts calls that draw random numbers; of nested ones, only the innermost acts."""
+    """Intercepts calls that draw random numbers; of nested modes, only the innermost acts."""
 
     def __enter__(self) -> Self:
         self._outer = _active.set(self)
@@ -140,7 +140,7 @@ class RngKeys:
 
     def next(self, chunk: int = 0) -> RngKey:
         """Return the key of this rank's next micro-batch of the step for a model chunk."""
-        # Readers take micro-batches in turn, so this rank's next one is `batch_ranks` micro-batches further on.
+        # Batch ranks take micro-batches in turn, so this rank's next one is `batch_ranks` micro-batches further on.
         first = self._first + self._passed[chunk] * self.batch_ranks * self.micro_batch
         self._passed[chunk] += 1
         return RngKey(
@@ -206,14 +206,16 @@ class KeyedRng(RngMode):
         Returns the shape of the whole tensor, the start of this rank's shard along each split dimension, the number of
         the draw, and a number that enters the seed: 0, or different on each rank if its shard is unknown.
         """
-        number, self._count = self._count, self._count + 1
+        number = self._count
+        self._count += 1
         whole = self.whole[number] if number < len(self.whole) else own
         differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]
         several = len(differing) > 1 and self.tokens is None
         # Not known to be split, so all ranks draw the same numbers.
         if len(whole) != len(own) or not differing or several:
             return own, {}, number, 0
-        starts, samples = {}, self.key.samples
+        starts = {}
+        samples = self.key.samples
         for dim in differing:
             per_sample = samples if dim == 0 and own[0] % samples == 0 == whole[0] % samples else 1
             start = self._start(whole[dim] // per_sample, own[dim] // per_sample)
@@ -253,7 +255,7 @@ def expect_shapes(
     """Tell the running layer which shapes its uncut form would draw.
 
     Args:
-        shapes: returns those shapes, in order; called only if the layer is split over ranks.
+        shapes: returns the shapes in the order of the draws; called only if the layer is split over ranks.
         splits: how tensor-parallel ranks split its widths, if not equally.
         tokens: how context ranks split the sequence; None if they do not.
     """
@@ -338,15 +340,11 @@ def _attention(
     On a GPU, torch's kernels draw the dropout mask themselves from the generator's seed, so it can only be seeded. On
     the CPU there is no such kernel, and dropout is drawn sample by sample.
     """
-    if query.device.type != "cpu":
+    if query.device.type != "cpu" or not dropout_p:
         if dropout_p:
             mode.seed_kernel(torch.Size((*query.shape[:-1], key.shape[-2])), query.device)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if not dropout_p:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]

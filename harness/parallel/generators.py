@@ -57,7 +57,8 @@ def own_generators(seed: int, device: torch.device | None = None) -> Iterator[No
     Covers the global generators of torch (on the CPU and on `device`), numpy and Python. Other devices are untouched:
     `torch.manual_seed` would reset their generators in the middle of a run. Does not wait for the device.
     """
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     try:
         with own_torch_generators(seed, device):
             reseed(seed)

@@ -33,7 +33,7 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars as numbers, reading all that are on an accelerator in one copy with one wait."""
+    """Return scalars as numbers; all scalars on an accelerator are read in one copy, with one wait."""
     return reading(values)()
 
 
@@ -77,7 +77,8 @@ def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key
     one tensor are held back, so `tensors` may produce each tensor on demand.
     """
     batch: list[tuple[Key, Tensor]] = []
-    size, waiting = 0, None
+    size = 0
+    waiting = None  # the device with copies in flight
     for key, tensor in tensors:
         is_copied = tensor.device.type != "cpu" and tensor.nbytes <= BATCH_BYTES
         if not is_copied and waiting is None:
@@ -95,7 +96,9 @@ def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key
         if waiting is not None and size >= BATCH_BYTES:
             torch.accelerator.current_stream(waiting).synchronize()
             yield from batch
-            batch, size, waiting = [], 0, None
+            batch = []
+            size = 0
+            waiting = None
     if waiting is not None:
         torch.accelerator.current_stream(waiting).synchronize()
     yield from batch

@@ -14,7 +14,9 @@ import torch
 
 from harness.topology.env import inherited
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+# From glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 def malloc_trim() -> None:

@@ -121,16 +121,11 @@ def linear(
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, gradients: DeferredGradients | None, products: list[Product] | None
 ) -> Tensor:
-    if not _can_wait(x, weight):
-        return F.linear(x, weight, bias)
-    return apply(_Linear, x, weight, bias, gradients, products)
-
-
-def _can_wait(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a weight's gradient can be deferred: the weight must be a parameter or a view of one."""
     trained = torch.is_grad_enabled() and weight.requires_grad and is_parameter(weight)
     # Autocast would compute the output in another dtype than the weight's, which the backward of `_Linear` cannot mix.
-    return trained and not torch.is_autocast_enabled(x.device.type)
+    if not trained or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    return apply(_Linear, x, weight, bias, gradients, products)
 
 
 def is_parameter(weight: Tensor) -> bool:
@@ -150,10 +145,7 @@ def _forward_transposed(self: Conv1D, x: Tensor) -> Tensor:
     return linear(self, x, self.weight.t(), self.bias)
 
 
-FORWARDS: Mapping[object, Callable[..., Tensor]] = {
-    nn.Linear.forward: _forward,
-    Conv1D.forward: _forward_transposed,
-}
+FORWARDS: Mapping[object, Callable[..., Tensor]] = {nn.Linear.forward: _forward, Conv1D.forward: _forward_transposed}
 """Forward of a foreign layer -> its replacement, which can defer."""
 
 

@@ -66,7 +66,8 @@ class MaskRows:
         length = self.given["q_length"]
         for start in range(0, length, self.queries):
             rows = self.rows(start, min(start + self.queries, length))
-            # A float mask (eager attention) is added to the scores: it is 0 where a query sees a key.
+            # A float mask (eager attention) is added to the scores: it is 0 where a query sees a key. Bytes, because
+            # torch has no argmax of bool tensors.
             sees = (rows if rows.dtype == torch.bool else rows == 0).flatten(0, -2).any(0).byte()
             ends.append(torch.stack([sees.argmax(), len(sees) - sees.flip(0).argmax()]))
         return [slice(*pair) for pair in torch.stack(ends).tolist()]
@@ -93,6 +94,7 @@ def documents_apart(positions: Tensor | None) -> Iterator[None]:
 
 def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argument) -> Argument:
     """Call transformers' mask function for a mask that keeps documents apart."""
+    # The prepended position gives the first token a step of 1, so that it begins no second document.
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     numbers = (steps != 1).cumsum(-1)  # the number of each token's document in its row
     apart = packed_sequence_compatibility_function(given["mask_function"], positions, numbers)
@@ -108,7 +110,8 @@ def _wrap_interface() -> None:
 
     def get(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
         function: Callable[..., Argument] = plain(self, key)  # type: ignore[no-untyped-call]  # transformers gives it no types
-        queries, positions = _queries.get(), _documents.get()
+        queries = _queries.get()
+        positions = _documents.get()
         if queries and key in ("sdpa", "eager"):
             function = partial(_later, function, key == "sdpa", queries)
         if positions is not None and key in ("sdpa", "eager", "flex_attention"):
@@ -120,7 +123,8 @@ def _wrap_interface() -> None:
 
 def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **given: Argument) -> Argument:
     """Return a `MaskRows`, or None as transformers does for plain causal attention, which needs no mask."""
-    window, length = given.get("local_size"), given["kv_length"]
+    window = given.get("local_size")
+    length = given["kv_length"]
     plain = given.get("attention_mask") is None and given["q_length"] == length and (window is None or length < window)
     if can_skip and given.get("allow_is_causal_skip", True) and plain:
         return None

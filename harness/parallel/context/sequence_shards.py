@@ -16,14 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.model.sharding import Range, shard_range
-from harness.parallel.comm import (
-    MoveShards,
-    apply,
-    group_rank,
-    group_size,
-    join_shards,
-    sum_of_shard,
-)
+from harness.parallel.comm import MoveShards, apply, group_rank, group_size, join_shards, sum_of_shard
 
 
 @dataclass(frozen=True, kw_only=True)

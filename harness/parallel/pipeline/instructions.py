@@ -104,8 +104,9 @@ def make_schedule(module: nn.Module, name: str, chunks: ModelChunks, stage: int,
     Args:
         micro_batches: number of micro-batches in a training step.
     """
-    # A single stage waits for nobody: no order of passes is faster, and the default keeps the fewest activations.
-    order, deferred = SCHEDULES[name if chunks.num_stages > 1 else DEFAULT].order, DeferredGradients()
+    # A single stage never waits: no order of passes is faster, and the default keeps the fewest activations.
+    order = SCHEDULES[name if chunks.num_stages > 1 else DEFAULT].order
+    deferred = DeferredGradients()
     defers = any(each.kind is Kind.WEIGHT_GRADIENTS for each in order(chunks, micro_batches, stage))
     if defers:
         attach(module, deferred)

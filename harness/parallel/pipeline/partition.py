@@ -78,12 +78,7 @@ class LayerCost:
 
 
 def stage_boundaries(
-    method: str,
-    num_chunks: int,
-    *,
-    costs: Sequence[float],
-    parameters: Sequence[int],
-    names: Sequence[str],
+    method: str, num_chunks: int, *, costs: Sequence[float], parameters: Sequence[int], names: Sequence[str]
 ) -> list[int]:
     """Return the boundaries for `pipeline.partition`; each sequence has one entry per pipeline layer.
 
@@ -117,10 +112,9 @@ def uniform(n_layers: int, num_chunks: int) -> list[int]:
 def balanced(costs: Sequence[float], num_chunks: int) -> list[int]:
     """Return the boundaries that minimise the cost of the most expensive stage.
 
-    Of the partitions that reach the minimum, it takes the one with the least sum of squares, so that the other stages
-    are even too; of those, the one with lighter earlier stages, which hold the activations of more micro-batches. The
-    result is exact: costs are compared as integers. Raises ValueError for a cost that is negative or
-    not finite.
+    Ties are broken by the least sum of squares, so that the other stages are even too, then by lighter earlier stages,
+    which hold the activations of more micro-batches. The result is exact: costs are compared as integers. Raises
+    ValueError for a cost that is negative or not finite.
     """
     _require_enough_layers(len(costs), num_chunks)
     ends = list(accumulate(_as_integers([0.0, *costs])))
@@ -151,13 +145,13 @@ def narrowest(weights: Sequence[int], num_chunks: int) -> list[int]:
     _require_enough_layers(len(weights), num_chunks)
     n_layers = len(weights)
     ends = [0, *accumulate(weights)]
-    extremes: list[tuple[float, float] | None] = [
-        (0, inf),
-        *[None] * n_layers,
-    ]  # (heaviest, lightest) per prefix
+    # (heaviest, lightest) stage of each prefix; None for a prefix shorter than its number of stages.
+    extremes: list[tuple[float, float] | None] = [(0, inf), *[None] * n_layers]
     cuts = []
     for _ in range(num_chunks):
-        previous, extremes, cut = extremes, [None] * (n_layers + 1), [0] * (n_layers + 1)
+        previous = extremes
+        extremes = [None] * (n_layers + 1)
+        cut = [0] * (n_layers + 1)
         for stop in range(1, n_layers + 1):
             least = inf
             for start, known in enumerate(previous[:stop]):
@@ -210,7 +204,8 @@ def _evenest(ends: Sequence[int], num_chunks: int, highest: int) -> list[int]:
     choices: list[list[int]] = []
     for left in range(2, num_chunks + 1):
         rest = best
-        best, choice = [forbidden] * n_layers, list(range(1, n_layers + 1))
+        best = [forbidden] * n_layers
+        choice = list(range(1, n_layers + 1))
         for start in range(n_layers - left + 1):
             for stop in range(start + 1, n_layers - left + 2):
                 first = ends[stop] - ends[start]

@@ -40,7 +40,10 @@ PackedShapes = tuple[tuple[int, tuple[int, ...]], ...]
 
 def pack_payload(value: Value) -> Value:
     """Return a layer's output in the form that is sent between stages; see the module's docstring."""
-    if isinstance(value, Tensor) or _travels_as_it_is(value):
+    if isinstance(value, Tensor):
+        return value
+    # DeepSpeed itself sends this form, and finds the gradient of its only floating tensor.
+    if value[0].dim() > 1 and all(tensor.dtype == torch.int64 for tensor in value[1:]):
         return value
     floats = [tensor for tensor in value if tensor.is_floating_point()]
     # One flat tensor has one dtype: the smallest that represents the values of all.
@@ -80,10 +83,6 @@ class Unpacker:
             next(floats).view(shape).to(DTYPES[kind]) if DTYPES[kind].is_floating_point else next(rest).to(DTYPES[kind])
             for kind, shape in layout
         )
-
-
-def _travels_as_it_is(value: tuple[Tensor, ...]) -> bool:
-    return value[0].dim() > 1 and all(tensor.dtype == torch.int64 for tensor in value[1:])
 
 
 def _read_shapes(numbers: list[int]) -> PackedShapes:
@@ -189,7 +188,7 @@ def run_block(block: Sequence[tuple[int, LayerCall]], key: RngKey | None, *given
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
-    """Return the layout as DeepSpeed's topology, which numbers ranks alike."""
+    """Return the layout as DeepSpeed's topology, which numbers ranks in the same order."""
     return PipeModelDataParallelTopology(num_pp=layout.pp_size, num_mp=layout.tp_size, num_dp=layout.dp_size)
 
 
@@ -233,7 +232,8 @@ def _build_order(layers: Sequence[Layer], indices: Sequence[int]) -> list[int]:
     peak memory is lowest if the largest are built while little else exists. A last layer tied to one in the middle is
     built in order, because the first layer of a key names the tied parameter.
     """
-    first, last = indices[0], layers[indices[-1]]
+    first = indices[0]
+    last = layers[indices[-1]]
     inner = [layers[index] for index in indices[1:-1]]
     between = {spec.key for spec in inner if isinstance(spec, TiedLayerSpec)}
     waits = isinstance(last, TiedLayerSpec) and last.key in between
@@ -273,7 +273,7 @@ class StagedModule(GivenStages):
     """DeepSpeed's PipelineModule with given stage boundaries, and with names and ties as described above.
 
     Args:
-        layers: the whole model's layers; only those of this rank's stage are built.
+        layers: the whole model's layers; only the layers of this rank's stage are built.
         layout: pipeline x data x tensor sizes.
         boundaries: model chunk i holds layers boundaries[i] to boundaries[i + 1] - 1.
         chunks: which stage has which model chunk; by default each stage has one.

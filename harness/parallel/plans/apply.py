@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
 from harness.parallel.plans.heads import Attention, attention_at, attention_below, attentions_in, blocks_of, deal
-from harness.parallel.plans.plan import ADVICE, WORDS, InputRule, Plan, PlanRule, wildcard
+from harness.parallel.plans.plan import ADVICE, WORDS, InputRule, Plan, PlanRule, is_layer, wildcard
 from harness.parallel.plans.styles import STYLE_FUNCTIONS, cut_bare_parameter, cut_head_parameters
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.layers import ColumnParallelLinear, SharedColumnLinear
@@ -72,7 +72,11 @@ def cut(
     _cut_bare_parameters(cut_context)
     if tensor.size == 1:  # only experts are cut
         return
-    _rejoin(module, shared)
+    # Modules that no rule names may have shared a whole parameter with a sharded one (a head's bias).
+    for name, param in list(module.named_parameters(remove_duplicate=False)):
+        if id(param) in shared:
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, shared[id(param)])
     for name, child in module.named_modules():
         _require_a_cut(child, _join(prefix, name), plan)
         cut_head_parameters(child, attentions.get(_join(prefix, name)), tensor)
@@ -133,7 +137,8 @@ def _replace_modules(
 
 def _adapt_modules(cut_context: _CutContext, *, local_logits: bool) -> None:
     """Adapt the modules around sharded ones: the sizes they read, their inputs, and sums of partial gradients."""
-    plan, tensor = cut_context.plan, cut_context.tensor
+    plan = cut_context.plan
+    tensor = cut_context.tensor
     for name, child in cut_context.module.named_modules():
         full_name = _join(cut_context.prefix, name)
         pattern = wildcard(full_name)
@@ -142,9 +147,11 @@ def _adapt_modules(cut_context: _CutContext, *, local_logits: bool) -> None:
             _repeat_borrowed_keys_less(child, cut_context.attentions[full_name].heads, tensor)
         inside = attention_below(full_name, cut_context.attentions)
         _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, cut_context.config)
-        if child is cut_context.module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
-            local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
-            kind, whole = Values.SPLIT if local else Values.WHOLE, child is cut_context.module
+        if child is cut_context.module or is_layer(pattern):
+            names = {_join(full_name, name) for name, _ in child.named_modules()}
+            local = local_logits and plan.splits_head and plan.head in names
+            kind = Values.SPLIT if local else Values.WHOLE
+            whole = child is cut_context.module
             sum_partial_gradients(child, full_name, tensor, output_kind=kind, takes_payload=whole)
 
 
@@ -170,26 +177,15 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _holds(module: nn.Module, prefix: str, wanted: str | None) -> bool:
-    return any(_join(prefix, name) == wanted for name, _ in module.named_modules())
-
-
 def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]) -> None:
     """Make `new` share its shard if `old` shared the whole parameter with an earlier module."""
     for name, param in old.named_parameters(recurse=False):
         local = getattr(new, name)
         first = shared.setdefault(id(param), local)
+        # As two parameters they would be trained apart.
         if shard_of(first) != shard_of(local):
             raise ValueError(f"{name} of {type(old).__name__} is shared with a module that is split differently")
         setattr(new, name, first)
-
-
-def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
-    """Put shards also into modules that no rule names but that shared the whole parameter (a head's bias)."""
-    for name, param in list(module.named_parameters(remove_duplicate=False)):
-        if id(param) in shared:
-            owner, _, own_name = name.rpartition(".")
-            setattr(module.get_submodule(owner), own_name, shared[id(param)])
 
 
 def _cut_bare_parameters(cut_context: _CutContext) -> None:
@@ -214,7 +210,10 @@ def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
 
 
 def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
-    """Raise UserError if the plan all-reduces the output of `module` although nothing in it is sharded."""
+    """Raise UserError if the plan all-reduces the output of `module` although nothing in it is sharded.
+
+    The sum would count the whole output once per rank.
+    """
     rule = plan.rule_of(name)
     if rule is None or rule.style not in ("all_reduce", "moe_tp_experts"):
         return
@@ -280,7 +279,8 @@ def _cut_inputs(
         return own_part(x, rules[key], run, deal(run, tensor.size, f"{key}, given to {name}", heads=heads)[tensor.rank])
 
     def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
-        given, kwargs = list(args), dict(kwargs)
+        given = list(args)
+        kwargs = dict(kwargs)
         for key in rules:
             if key in kwargs:
                 kwargs[key] = own(key, kwargs[key])
@@ -293,6 +293,7 @@ def _cut_inputs(
 
 def own_part(x: Tensor, rule: InputRule, run: int, own_range: Range) -> Tensor:
     """Return this rank's share of every `run` entries of `x` [..., runs * run, ...] along `rule.dim`."""
-    dim, (start, stop) = rule.dim % x.ndim, own_range
+    dim = rule.dim % x.ndim
+    start, stop = own_range
     runs: Tensor = x.unflatten(dim, (-1, run))
     return runs.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

@@ -33,7 +33,8 @@ from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.shard import Shard, cut_parameter
 from harness.wording import counted
 
-EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
+EXPERTS = "ep_dispatch_experts"
+EXPERT_PARAMETER = "grouped_gemm"
 T = TypeVar("T")
 _ROW_BYTES = 16
 _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
@@ -75,10 +76,7 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
         return {name: word for name, word in words.items() if not _is_in(name, experts)}
 
     return replace(
-        plan,
-        rules=elsewhere(plan.rules) | own,
-        attributes=elsewhere(plan.attributes),
-        inputs=elsewhere(plan.inputs),
+        plan, rules=elsewhere(plan.rules) | own, attributes=elsewhere(plan.attributes), inputs=elsewhere(plan.inputs)
     )
 
 
@@ -98,10 +96,11 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     still returns the outputs of this rank's tokens, [tokens, width].
     """
     module: Any = target.module
-    tensor, neighbours = target.tensor, target.neighbours
+    tensor = target.tensor
+    neighbours = target.neighbours
     experts = getattr(module, "num_experts", None)
     ranges = _dealt(experts, target.name, tensor, neighbours.ranks)[tensor.rank]
-    module.num_experts = _widest(ranges)
+    module.num_experts = _widest(ranges)  # the experts of its parameters, padding included: see `cut_experts`
     run_at_owners = None
     if neighbours.ranks.size > 1 and neighbours.exchange is not None:
         # No module runs early with tensor-parallel ranks: the sum over their outputs would include its output.
@@ -134,10 +133,13 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
     """Return this rank's part, [own experts x unit, ...], of a parameter [experts x unit, ...]; `unit` is
     `target.unit`.
 
-    All neighbours on the data axis get tensors of one size, because ZeRO fills its buckets alike on all of them. A rank
-    with fewer experts than another is padded with zeros.
+    All neighbours on the data axis get tensors of one size, because ZeRO fills its buckets in the same way on each. A
+    rank with fewer experts than another is padded with zeros.
     """
-    shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours.ranks
+    shape = tuple(param.shape)
+    unit = target.unit
+    tensor = target.tensor
+    neighbours = target.neighbours.ranks
     dealt = _dealt(shape[0] // unit, target.name, tensor, neighbours)
     start, stop = dealt[tensor.rank][neighbours.rank]
     shard = Shard(

@@ -7,7 +7,7 @@ sibling), so a layer's attention is searched around it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from harness.config.model.sharding import Heads, Range, shard_range
 from harness.errors import UserError
-from harness.parallel.plans.plan import wildcard
+from harness.parallel.plans.plan import is_layer, wildcard
 from harness.wording import counted, one_of
 
 
@@ -37,7 +37,8 @@ class Attention:
 
 def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
     """Return the heads of an attention module, from its attributes or else the config; None for other modules."""
-    layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    index = getattr(module, "layer_idx", None)
     if layers is not None and index is not None and 0 <= index < len(layers):  # another encoder may have more layers
         config = layers[index]
     query = _own_size(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -67,11 +68,13 @@ def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: PretrainedCo
 
 def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> Attention | None:
     """Return the attention of the module `name`: itself, an enclosing one, or a sibling in the same block."""
-    for owner in _owners(name):
+    path = name.split(".")
+    for depth in range(len(path), -1, -1):  # the module itself first, the whole model last
+        owner = ".".join(path[:depth])
         if owner in attentions:
             return attentions[owner]
         # Around a decoder layer there are only other layers' attentions.
-        if _is_layer(owner):
+        if "*" not in wildcard(owner) or is_layer(wildcard(owner)):
             break
         beside = attention_below(owner, attentions)
         if beside is not None and beside.heads.fit(size):
@@ -111,9 +114,7 @@ def deal(
         what = f"width {width}" if unit == 1 else f"width {width}, in units of {unit},"
         most = 1 if width % unit else max(width // unit, 1)
         raise UserError(f"tensor_parallel.autotp_size {size} does not fit the {what} of {name}: use at most {most}")
-    return [
-        (start * unit, stop * unit) for start, stop in (shard_range(width // unit, rank, size) for rank in range(size))
-    ]
+    return _scaled([shard_range(width // unit, rank, size) for rank in range(size)], unit)
 
 
 def blocks_of(heads: Heads, blocks: int, name: str) -> Heads:
@@ -136,20 +137,6 @@ def _require_fit(heads: Heads, size: int, name: str) -> None:
 
 def _scaled(ranges: list[Range], unit: int) -> list[Range]:
     return [(start * unit, stop * unit) for start, stop in ranges]
-
-
-def _owners(name: str) -> Iterator[str]:
-    """Yield `name` and the names of its enclosing modules, innermost first."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
-
-
-def _is_layer(name: str) -> bool:
-    """Return whether `name` is a decoder layer or a module around the layers."""
-    pattern = wildcard(name)
-    return "*" not in pattern or (pattern.endswith(".*") and pattern.count("*") == 1)
 
 
 def _own_size(module: nn.Module, *attributes: str) -> int | None:

@@ -167,7 +167,7 @@ class Plan:
     experts: Mapping[str, PlanRule] = field(default_factory=dict)
 
     def rule_of(self, name: str) -> PlanRule | None:
-        """Return the rule of a module or parameter; if several match, the one with the fewest `*`."""
+        """Return the rule of a module or parameter; if several match, the pattern with the fewest `*` decides."""
         return next((self.rules[pattern] for pattern in patterns(name) if pattern in self.rules), None)
 
     def blocks_in(self, name: str) -> int:
@@ -197,6 +197,11 @@ def wildcard(name: str, numbers: int | None = None) -> str:
     return ".".join(parts)
 
 
+def is_layer(pattern: str) -> bool:
+    """Return whether a `wildcard` pattern names decoder layers: model.layers.*, not a module around or inside them."""
+    return pattern.endswith(".*") and pattern.count("*") == 1
+
+
 def patterns(name: str) -> list[str]:
     """Return the patterns that match `name`: with `*` for its first number, for its first two, and so on."""
     numbers = sum(part.isdigit() for part in name.split("."))
@@ -206,7 +211,7 @@ def patterns(name: str) -> list[str]:
 def plan_for(model: PreTrainedModel, plans: Path | None = None) -> Plan:
     """Return a transformers model's plan: its declared plan, perhaps extended by a plan file, or else that file.
 
-    The plan file is the one of the model type in the folder `plans`.
+    The plan file is `<model type>.json` in the folder `plans`.
 
     If the input and the output embedding share a parameter, both are split by vocabulary or neither is. Raises NoPlan
     if the family has no plan, and UserError for an unknown style.

@@ -53,12 +53,17 @@ def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _last_row(block: nn.Module) -> RowParallelLinear | None:
-    """Return the row-parallel layer of `block` if it has exactly one, else None.
+    """Return the row-parallel layer that computes the output of `block`; None if it has none, several, or experts.
 
     Its all-reduce can become a reduce-scatter, so that what follows (a dropout, a residual) runs on a shard.
     """
     rows = [module for module in block.modules() if isinstance(module, RowParallelLinear)]
-    return rows[0] if len(rows) == 1 and not _is_cut_otherwise(block) else None
+    linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
+    known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
+    # Sharded matrices outside linear layers, like fused experts, have a partial output that this layer does not sum.
+    others = (param for param in block.parameters() if id(param) not in known)
+    cut_otherwise = any(_is_matrix(param) and shard_of(param) is not None for param in others)
+    return rows[0] if len(rows) == 1 and not cut_otherwise else None
 
 
 def _gives_columns(block: nn.Module) -> bool:
@@ -66,14 +71,6 @@ def _gives_columns(block: nn.Module) -> bool:
     columns = [module for module in block.modules() if isinstance(module, _COLUMNS)]
     sums = any(isinstance(module, RowParallelLinear) for module in block.modules())
     return bool(columns) and not sums and not any(getattr(module, "gather_output", False) for module in columns)
-
-
-def _is_cut_otherwise(block: nn.Module) -> bool:
-    """Return whether `block` has sharded matrices outside linear layers, like fused experts."""
-    linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
-    known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
-    cut = (param for param in block.parameters() if _is_matrix(param) and shard_of(param) is not None)
-    return any(id(param) not in known for param in cut)
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -63,12 +63,15 @@ def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Mod
     Args:
         above: the modules around the owner, innermost first.
     """
-    owner, rule, name = target.owner, target.rule, target.name
+    owner = target.owner
+    rule = target.rule
+    name = target.name
     if rule.style == "divided":
         divide_parameter(owner, own_name, target.tensor.size)
         return
     param = getattr(owner, own_name)
-    shape, style = tuple(param.shape), rule.style
+    shape = tuple(param.shape)
+    style = rule.style
     # The bias of a row-parallel product is added once, after the all-reduce, so it stays whole.
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
         return
@@ -172,7 +175,8 @@ def moe_identity_expert(target: PlanTarget) -> nn.Module:
 
 def gather_input(target: PlanTarget) -> nn.Module:
     """Gather the inputs and split the output of a module that needs the whole width (a norm over all heads)."""
-    group, widths = target.tensor.group, target.widths(target.module.get_parameter("weight").shape[-1])
+    group = target.tensor.group
+    widths = target.widths(target.module.get_parameter("weight").shape[-1])
     target.module.register_forward_pre_hook(
         lambda _module, args: tuple(gather_from_group(x, group, widths) for x in args)
     )
@@ -193,7 +197,8 @@ def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
     Those rotary values go to each rank's own heads; the other outputs go to a split layer, which sums their gradients
     itself (DeepSeek-V2, arXiv 2405.04434, section 2.1).
     """
-    tail, group = target.config.qk_rope_head_dim, target.tensor.group
+    tail = target.config.qk_rope_head_dim
+    group = target.tensor.group
     target.module.register_forward_hook(lambda _module, _args, output: copy_tail_to_group(output, tail, group))
     return target.module
 
@@ -221,7 +226,8 @@ def _copied(x: object, group: dist.ProcessGroup | None) -> object:
 
 def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
     """Split a linear layer over its outputs, in attention by whole heads; outputs stay on the rank."""
-    transposed, tensor = _is_transposed(target), target.tensor
+    transposed = _is_transposed(target)
+    tensor = target.tensor
     shard = target.share(tuple(target.module.get_parameter("weight").shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
     if shard.copied:  # several ranks hold the same key/value head, each with fewer of its query heads
@@ -240,7 +246,8 @@ def shared_colwise(target: PlanTarget) -> nn.Module:
 
     Those units are the single key and value head of multi-query attention. Gradients are all-reduced.
     """
-    transposed, tensor = _is_transposed(target), target.tensor
+    transposed = _is_transposed(target)
+    tensor = target.tensor
     outputs = target.module.get_parameter("weight").shape[int(transposed)]
     split = outputs - target.rule.whole * target.unit
     own = target.deal(split)[tensor.rank] if split else (0, 0)
@@ -274,7 +281,8 @@ def rowwise_split_input(target: PlanTarget) -> nn.Module:
 
 def rowwise_to_split(target: PlanTarget) -> nn.Module:
     """Split as rowwise, and all-reduce the output's gradient, for outputs that each rank uses with split values."""
-    layer, group = rowwise(target), target.tensor.group
+    layer = rowwise(target)
+    group = target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: copy_to_group(output, group))
     return layer
 
@@ -282,7 +290,8 @@ def rowwise_to_split(target: PlanTarget) -> nn.Module:
 def rowwise_split_output(target: PlanTarget) -> nn.Module:
     """Split as rowwise, but keep only the outputs of this rank's own heads."""
     widths = target.widths(target.module.get_parameter("weight").shape[1 if _is_transposed(target) else 0])
-    layer, group = rowwise(target), target.tensor.group
+    layer = rowwise(target)
+    group = target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
     return layer
 
@@ -301,7 +310,8 @@ def embedding_rowwise(target: PlanTarget) -> nn.Module:
 
 def embedding_colwise(target: PlanTarget) -> nn.Module:
     """Split an embedding over the width of its vectors, and gather them."""
-    module, group = _plain_embedding(target), target.tensor.group
+    module = _plain_embedding(target)
+    group = target.tensor.group
     shard = _whole_widths(target).share(tuple(module.weight.shape), 1)
     module.weight = cut_parameter(module.get_parameter("weight"), shard)
     module.register_forward_hook(lambda _module, _args, output: gather_from_group(output, group, shard.widths))
@@ -313,8 +323,10 @@ def segmented_colwise(target: PlanTarget) -> nn.Module:
 
     Ranks that use the same unit of a part gather it from the ranks that hold it.
     """
-    transposed, tensor = _is_transposed(target), target.tensor
-    shape, dim = tuple(target.module.get_parameter("weight").shape), int(transposed)
+    transposed = _is_transposed(target)
+    tensor = target.tensor
+    shape = tuple(target.module.get_parameter("weight").shape)
+    dim = int(transposed)
     segments = read_segments(target.rule.segments, [target.owner], shape[dim], tensor, target.name)
     shard = shard_of_segments(segments, shape, dim, tensor)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
@@ -330,7 +342,8 @@ def grouped_norm(target: PlanTarget) -> nn.Module:
 
     Each rank normalises its own groups, or all channels if ranks share a group.
     """
-    module, tensor = target.module, target.tensor
+    module = target.module
+    tensor = target.tensor
     weight = module.get_parameter("weight")
     shape = tuple(weight.shape)
     if shape[0] // getattr(module, target.rule.unit or "") % tensor.size:
@@ -379,7 +392,8 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
         return True
     with own_generators(0), torch.no_grad():  # must not move the generators of the run
         try:
-            layer, x = kind(3, 2, device="cpu"), torch.randn(4, 3, device="cpu")
+            layer = kind(3, 2, device="cpu")
+            x = torch.randn(4, 3, device="cpu")
             return torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))
         except (TypeError, RuntimeError, AttributeError):
             return False
@@ -395,7 +409,9 @@ def _plain_embedding(target: PlanTarget) -> nn.Embedding:
 
 def _repeat_less(target: PlanTarget) -> None:
     """Set `num_key_value_groups` of the attention to the query heads that each key/value head serves on this rank."""
-    attention, heads, size = target.attention, target.heads, target.tensor.size
+    attention = target.attention
+    heads = target.heads
+    size = target.tensor.size
     if attention is None or heads is None or not hasattr(attention.module, "num_key_value_groups"):
         raise UserError(
             f"{target.name} has fewer key/value heads than tensor_parallel.autotp_size {size}, "

@@ -50,14 +50,15 @@ class PlanTarget:
 
     @property
     def heads(self) -> Heads | None:
-        """The heads to split: all of the attention, or those of each block. Raises UserError for unequal blocks."""
+        """The heads to split: all heads of the attention, or of each block. Raises UserError for unequal blocks."""
         if self.attention is None:
             return None
         return blocks_of(self.attention.heads, self.rule.blocks, self.name)
 
     def deal(self, width: int, *, unit: int | None = None) -> list[Range]:
         """Return each rank's range of `width` entries. Raises UserError if a rank would have none."""
-        heads, key_values = self.heads, set()
+        heads = self.heads
+        key_values = set()
         if heads is not None and self.attention is not None and self.attention.inside:
             key_values = {heads.key_value * dim for dim in self.attention.head_dims}
             # A query projection may happen to be as wide as the key/value heads: its name decides.

@@ -23,18 +23,16 @@ from harness.config.model.sharding import shard_range
 from harness.device import kernels
 from harness.parallel.comm import Context, group_rank, group_size, max_over_group, sum_over_group
 
-ELEMENTS_AT_ONCE, IN_CACHE = 1 << 23, 1 << 18
-"""Logits converted to float32 exponentials at a time: 32 MiB; on a CPU 1 MiB, which fits a core's cache."""
+ELEMENTS_AT_ONCE = 1 << 23
+"""Logits converted to float32 exponentials at a time: 32 MiB."""
+IN_CACHE = 1 << 18
+"""The same on a CPU: 1 MiB, which fits a core's cache."""
 _VIEWS = {f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Alias", "AsStrided", "Slice")}
 """Graph nodes whose output may share the memory of their input."""
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    group: dist.ProcessGroup | None,
-    vocab_size: int,
-    ignore_index: int = -100,
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, vocab_size: int, ignore_index: int = -100
 ) -> Tensor:
     """Return the loss of every token: float32, shaped as `labels` [...], 0 where the label is `ignore_index`.
 
@@ -164,7 +162,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same rows (tokens) of several tensors, each [..., vocabulary] or [...], chunk by chunk."""
-    dims, rows = logits.dim() - 1, max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
+    dims = logits.dim() - 1
+    rows = max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
     columns = []
     for tensor in (logits, *others):
         columns.append(tensor.reshape(-1, *tensor.shape[dims:]).split(rows))

@@ -10,21 +10,16 @@ exactly that layer's values. Without a group it is that layer. All can be made f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.parallel.comm import (
-    TensorParallel,
-    gather_from_group,
-    group_size,
-    reduce_from_group,
-    split_to_group,
-)
+from harness.parallel.comm import TensorParallel, gather_from_group, group_size, reduce_from_group, split_to_group
 from harness.parallel.tensor.sequence import SequenceShare
-from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of, share_of, without_dim
+from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of, share_of
 from harness.parallel.tensor.shared_input import copy_once
 from harness.parallel.weight_gradients import linear
 
@@ -72,13 +67,15 @@ class _CutLinear(nn.Linear):
         shard: Shard | None = None,
         weight_transposed: bool = False,
     ) -> None:
-        weight, bias = linear.get_parameter("weight"), _bias_of(linear)
+        weight = linear.get_parameter("weight")
+        bias = _bias_of(linear)
         _begin(self, linear, group, weight_transposed)
         shard = shard or _equal_share(weight, 1 - self.dim if weight_transposed else self.dim, group)
         self.widths = shard.widths
         self.weight = cut_parameter(weight, shard)
         if bias is not None and self.dim == 0:
-            bias = cut_parameter(bias, without_dim(shard))
+            # The same pieces as of the weight, in the bias's only dimension.
+            bias = cut_parameter(bias, replace(shard, full_shape=(shard.full_shape[shard.dim],), dim=0))
         self.register_parameter("bias", bias)
 
     def extra_repr(self) -> str:
@@ -307,7 +304,7 @@ def _equal_share(weight: Tensor, dim: int, group: dist.ProcessGroup | None) -> S
 def _begin(
     layer: _CutLinear | SharedColumnLinear, linear: nn.Module, group: dist.ProcessGroup | None, weight_transposed: bool
 ) -> None:
-    nn.Module.__init__(layer)
+    nn.Module.__init__(layer)  # nn.Linear's own would allocate and initialise a whole weight
     shape = linear.get_parameter("weight").shape
     layer.out_features, layer.in_features = reversed(shape) if weight_transposed else shape
     layer.group = group

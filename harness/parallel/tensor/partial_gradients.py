@@ -73,7 +73,7 @@ class GradientSum:
 def sum_gradients(module: nn.Module, names: list[str], of: GradientSum) -> None:
     """Sum the gradients of `module`'s own parameters `names` from now on.
 
-    The parameters are looked up at each forward, because materialising replaces the ones on the meta device.
+    The parameters are looked up at each forward, because materialising replaces parameters on the meta device.
     """
 
     def before_forward(owner: nn.Module, _args: object) -> None:
@@ -198,7 +198,8 @@ def walk(
     stops = {x.grad_fn for x in inputs.direct if x.grad_fn is not None}
     left = {x.grad_fn for x in inputs.left if x.grad_fn is not None} - stops
     of_any_kind = {id(x) for x in inputs.left}
-    reached, seen = ReachedParameters(), set()
+    reached = ReachedParameters()
+    seen = set()
     # A node may be reached with values of several kinds, and each must be followed, so the kind is part of `seen`.
     ahead = [(x.grad_fn, x.output_nr, kind) for x in outputs]
     while ahead:
@@ -263,7 +264,8 @@ def sum_partial_gradients(
         given[0] = GivenTensors.of((args,) if takes_payload else args, kwargs)
 
     def after_forward(_module: nn.Module, _args: Positional, output: object) -> None:
-        inputs, given[0] = given[0], NOTHING_GIVEN
+        inputs = given[0]
+        given[0] = NOTHING_GIVEN  # else the inputs would stay in memory until the next forward
         if not torch.is_grad_enabled():
             return
         for handle in handles:  # once is enough: later forwards build the same graph

@@ -103,7 +103,7 @@ class SequenceShare:
 
 
 def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return each rank's number of tokens of a sequence of `length` tokens."""
+    """Return each rank's number of entries of a dimension of `length` entries: tokens of a sequence, logits."""
     size = group_size(group)
     return tuple(stop - start for start, stop in (shard_range(length, rank, size) for rank in range(size)))
 
@@ -145,13 +145,13 @@ def _gather(
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Returns the whole hidden state twice: one output for whole gradients, one for partial ones."""
+    """Returns the whole hidden state twice: one output for whole gradients, one for partial gradients."""
 
     @staticmethod
     def forward(
         ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], shared: SharedInput
     ) -> tuple[Tensor, Tensor]:
-        # The gradient of an output that nobody uses stays None: zeros would be reduce-scattered for nothing.
+        # The gradient of an unused output stays None: zeros would be reduce-scattered for nothing.
         ctx.set_materialize_grads(False)
         ctx.group = group
         ctx.widths = widths

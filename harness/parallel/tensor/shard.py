@@ -17,7 +17,7 @@ there are fewer units than ranks, neighbouring ranks use the same one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -167,11 +167,6 @@ def mark(param: nn.Parameter, shard: Shard | None) -> nn.Parameter:
 def shard_of(param: Tensor) -> Shard | None:
     """Return the parameter's shard; None if it is replicated."""
     return getattr(param, "shard", None)
-
-
-def without_dim(shard: Shard) -> Shard:
-    """Return the shard of a weight's bias: the same pieces of its only dimension."""
-    return replace(shard, full_shape=(shard.full_shape[shard.dim],), dim=0)
 
 
 @dataclass(frozen=True, kw_only=True)

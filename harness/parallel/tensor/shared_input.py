@@ -55,7 +55,7 @@ def attach(ctx: Context, shared: SharedInput) -> None:
 
 
 def forget(ctx: Context) -> None:
-    """Drop the tensors of a copy whose gradient has arrived, and those of the latest recomputed copy."""
+    """Drop the tensors of a copy whose gradient has arrived, and the tensors of the latest recomputed copy."""
     for shared in (ctx.shared(), _LATEST.shared):
         if shared is not None:
             shared.tensors.clear()
@@ -69,6 +69,7 @@ def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[
     """
     if group_size(group) == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return copy_to_group(x, group), None
+    # The version too: after a change in place, a copy of `x` from before belongs to another graph node.
     key = (id(x), x._version, group)  # noqa: SLF001  # no public name
     if _LATEST.key != key or not _LATEST.shared.tensors:
         shared = SharedInput()
