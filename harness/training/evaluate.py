@@ -151,7 +151,9 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     found = {}
     if kept is not None and run.spec.inputs.compute_metrics is not None:
         found = computed_metrics(run.spec.inputs.compute_metrics, *kept.joined(), prefix)
-    count, seconds, layout = dataset_length(dataset), time.perf_counter() - start_time, run.groups.layout
+    count = dataset_length(dataset)
+    seconds = time.perf_counter() - start_time
+    layout = run.groups.layout
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     of_run = run.engine.loss.loss
     loss = _mean(run.engine, totals)
@@ -177,7 +179,8 @@ def _losses(
     run: Run, dataset: MapDataset, micro_batch: int, kept: KeptOutputs | None
 ) -> tuple[EvaluationTotals, dict[str, float]]:
     """Return the sums over all samples, and the mean loss of each source if there are several."""
-    engine, collator = run.engine, run.data_check.collator
+    engine = run.engine
+    collator = run.data_check.collator
     # Evaluating source by source would change the micro-batches, hence a router loss, and the order of the outputs.
     together = engine.has_router_loss or kept is not None
     parts = dataset.by_source() if isinstance(dataset, SeveralSources) and not together else {}
@@ -229,7 +232,8 @@ def _sums(
     engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> EvaluationTotals:
     """Return the sums over the samples `rows`."""
-    place, size = engine.groups.coordinate.batch_rank, engine.groups.layout.batch_ranks
+    place = engine.groups.coordinate.batch_rank
+    size = engine.groups.layout.batch_ranks
     steps = evaluation_steps(len(rows), micro_batch, size)
     # Stages exchange the shape of activations once per call of the engine, so its micro-batches must be padded alike.
     alike = CHUNK if engine.groups.layout.pp_size > 1 else 1
@@ -238,6 +242,7 @@ def _sums(
     batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)
     totals = EvaluationTotals()
     for first in range(0, steps, CHUNK):
+        # Asked of all ranks: one that left alone would let the others wait in the next forward pass.
         if any_rank(signals.received() != 0):
             raise signals.Interrupted
         count = min(CHUNK, steps - first)

@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
     from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput
 
-ASKED = attrgetter(
-    *("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
+INTERVALS = attrgetter(
+    "logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"
 )
 """Reads the arguments that decide after which steps a run logs, evaluates and saves."""
 
@@ -93,7 +93,7 @@ class Trainer:
         loss_fn: `loss_fn(outputs, labels)` returns the mean over its samples; required for a list of layers. For a
             HuggingFace model it receives the logits and replaces the cross entropy (see `LogitsLoss`).
         compute_loss_func: a loss with the signature of HuggingFace's argument, for a HuggingFace model.
-        processing_class: the tokenizer, saved beside the model; by default the one in the model's directory.
+        processing_class: the tokenizer, saved beside the model; by default the tokenizer in the model's directory.
         data_collator: makes a micro-batch from a list of items.
         callbacks: instances or classes of TrainerCallback, called on every rank.
         compute_metrics: returns metrics for an EvalPrediction, the logits and labels of all samples; called on rank 0.
@@ -162,17 +162,13 @@ class Trainer:
         )
         if not processing_class and inputs.parts.data is not None:
             processing_class = inputs.parts.data.own_tokenizer(model)
-        given = UserData(
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-        )
+        given = UserData(train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processing_class)
         with self.parts.watch.telling_of_a_failure(env), inside("preparing"):
             own_callbacks = [self.parts.accept_callback(callback) for callback in instances(callbacks or ())]
             profiler = None
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
-            self._pushing = self._second_place(args, inputs) if args.push_checkpoints_to else None
+            self._pushing = self._pushing_callback(args, inputs) if args.push_checkpoints_to else None
             self.run = run = prepare_run(*plan_run(args, inputs, given, config))
             self.control = TrainerControl()
             # Attached once, so that a step calls only what this run uses.
@@ -182,7 +178,7 @@ class Trainer:
             self._keywords: dict[object, Mapping[str, object] | None] = {}  # by method; None: does nothing
             self._weights_are_read = True  # whether a callback of any rank may look at weights after a step
             self._next_event = 0  # the next step after which something may be due; 0: after the next one
-            self._asked: object = None  # the values of ASKED for which it holds; a callback may change them
+            self._intervals: object = None  # the values of INTERVALS for which it holds; a callback may change them
             self.callbacks = self._all_callbacks(own_callbacks, profiler)
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
@@ -194,16 +190,18 @@ class Trainer:
             self.checkpoints.resumed(run.checkpoint)
             self._call("on_init_end")
 
-    def _second_place(self, args: TrainingArguments, inputs: RunInputs) -> PushingCallback:
+    def _pushing_callback(self, args: TrainingArguments, inputs: RunInputs) -> PushingCallback:
         push = needed(self.parts.pushing, "--push_checkpoints_to", "harness.extras")
         callback = push(args, inputs.env, inputs.console)
         if args.resume_from_checkpoint is not None:
+            # Before the run looks for its checkpoint: a new host may have none on its disk.
             callback.read_back(args.resume_from_checkpoint)
         return callback
 
     def _all_callbacks(self, own: Sequence[TrainerCallback], profiler: TrainerCallback | None) -> list[TrainerCallback]:
         """Return the callbacks of the run in the order in which they are called."""
-        show, stop_early = self.parts.progress, self.parts.early_stopping
+        show = self.parts.progress
+        stop_early = self.parts.early_stopping
         patience = self.run.spec.args.early_stopping_patience
         callbacks = [
             None if show is None else show(self.run.console, self.run.trainable.speed_unit),
@@ -248,8 +246,11 @@ class Trainer:
                 resume_named(self.run, resume_from_checkpoint)
             self.checkpoints.resumed(self.run.checkpoint)
         self.checkpoints.require_own_directory()
-        run, state = self.run, self.state
-        stop, first_step, start_time = 0, state.global_step, time.perf_counter()
+        run = self.run
+        state = run.state
+        stop = 0
+        first_step = state.global_step
+        start_time = time.perf_counter()
         self.control.should_training_stop = False
         if first_step >= state.max_steps:
             run.console.warn(
@@ -266,13 +267,14 @@ class Trainer:
         with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
             guarded: Callable[[], AbstractContextManager[None]] = nullcontext
             if self._rollback is not None:
-                guarded = partial(self._rollback.guarding, recorder.rewind, self._settle)
+                guarded = partial(self._rollback.guarding, recorder.rewind, self._finish_save)
             self._next_event = 0
             self._call("on_train_begin")
             self._call("on_epoch_begin")
             if self._rollback is not None:
                 self._rollback.begin(self.save_checkpoint)
             self._agree_on_control()  # a signal ends the run after its first step
+            # A run that a signal ended has saved this step before its evaluation.
             if run.evaluation_due and self.eval_dataset is not None:
                 stop = self._evaluate_and_save(recorder, evaluate=True)
             while self._goes_on(stop):
@@ -285,7 +287,9 @@ class Trainer:
                         self._keywords.clear()
                         if rebalancer.after_step(record):
                             recorder.describe()
-            steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
+            steps = state.global_step - first_step
+            seconds = time.perf_counter() - start_time
+            loss = recorder.mean_loss
             metrics = {
                 "train_runtime": seconds,
                 "train_samples_per_second": steps * run.spec.resolved.train_batch / seconds,
@@ -327,7 +331,8 @@ class Trainer:
         update; a non-finite step is handled before it is counted.
         """
         run = self.run
-        state, stream = run.state, run.stream
+        state = run.state
+        stream = run.stream
         assert stream is not None
         records.THIS_RANK.step = state.global_step + 1
         if self._is_recorded:
@@ -388,20 +393,22 @@ class Trainer:
         Returns:
             The number of the signal that ends the run, or 0.
         """
-        control, run = self.control, self.run
+        control = self.control
+        run = self.run
         stream = run.stream
         assert stream is not None
         if self.checkpoints.pending is not None:
             # All ranks wait together for the disk, so that a killed run with short steps repeats few of them.
             self.checkpoints.wait_a_moment()
-        due, last_step = NOTHING_DUE, run.state.max_steps
+        due = NOTHING_DUE
+        last_step = run.state.max_steps
         epoch_ends = stream.consumed // stream.n > stream.before // stream.n
         # A callback may change the intervals, so the next event holds only while they stay the same.
-        asked = ASKED(run.spec.args)
-        if epoch_ends or record.step >= min(self._next_event, last_step) or asked != self._asked:
+        intervals = INTERVALS(run.spec.args)
+        if epoch_ends or record.step >= min(self._next_event, last_step) or intervals != self._intervals:
             due = run.events_after(record.step, epoch_ends=epoch_ends, max_steps=last_step)
             self._next_event = run.next_event(record.step)
-            self._asked = asked
+            self._intervals = intervals
         self._call("on_step_end", record=record)
         for event in due.epoch_events:
             self._call(event)
@@ -440,9 +447,9 @@ class Trainer:
             stop = self._agree_on_control()
         return stop
 
-    def _settle(self) -> None:
+    def _finish_save(self) -> None:
         """Complete the pending save before the run rolls back to it; all ranks call it."""
-        # The run goes back to an earlier step, whose events come before the next one.
+        # The run goes back to an earlier step, whose events come before `_next_event`.
         self._next_event = 0
         self.checkpoints.finish()
         self._agree_on_control()
@@ -456,7 +463,8 @@ class Trainer:
         Returns:
             The number of the signal that ends the run, or 0.
         """
-        control, checkpoints = self.control, self.checkpoints
+        control = self.control
+        checkpoints = self.checkpoints
         # A maximum over ranks is an "or" of the switches, and of signals picks the one of highest precedence.
         received = 0 if self._signals is None else self._signals.first
         own = [
@@ -566,6 +574,7 @@ class Trainer:
             if function not in self._keywords:
                 self._keywords[function] = None if is_default(function) else keywords(function, self)
             if (given := self._keywords[function]) is not None:
+                # A callback may evaluate, which a signal interrupts: `_agree_on_control` then ends the run.
                 with suppress(signals.Interrupted), inside(moment):
                     if getattr(callback, "reads_weights", True):
                         self.run.engine.settle()

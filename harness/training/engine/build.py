@@ -87,10 +87,20 @@ def build_engine(
     if traits.local_states and groups.tp_group is not None:
         config = _without_partitioned_activations(config)
     guarded = GuardedLoss(loss, spoils=spec.args.nonfinite != "warn", tiles=traits.tiles)
-    keys = rng_keys(spec, groups) if traits.uses_rng else None
+    keys = None
+    if traits.uses_rng:
+        keys = RngKeys(
+            seed=spec.args.seed,
+            micro_batch=spec.resolved.micro_batch,
+            batch_rank=groups.coordinate.batch_rank,
+            batch_ranks=groups.layout.batch_ranks,
+            tensor=TensorParallel.of(groups.tp_group),
+            device=groups.device,
+        )
     groups_before = open_groups()
     module, grid = _build_module(spec, groups, layers, boundaries, guarded, keys, traits.example)
-    _compile(module, spec)
+    if spec.resolved.compile_backend is not None:
+        compile_modules(compiled_parts(module), backend=spec.resolved.compile_backend, **spec.resolved.compile_options)
     _configure_checkpointing(spec, groups)
     engine, compression = _initialize(spec, groups, config, module, grid, first_names(layers))
     give_timeout(open_groups() - groups_before)  # DeepSpeed's own groups have a timeout of 30 minutes
@@ -138,7 +148,7 @@ def _initialize(
         lr_scheduler=schedule,
         mpu=grid,
         config=config,
-        dist_init_required=False,
+        dist_init_required=False,  # the process group is open
     )
     return engine, compression
 
@@ -148,9 +158,11 @@ def _optimization(
 ) -> tuple[list[ParameterGroup], Optimizer | None, Callable[[Optimizer], object] | None]:
     """Return the parameter groups, their optimizer, and a function that makes its schedule.
 
-    The last two are None if DeepSpeed itself makes the ones that `config` names.
+    Optimizer and schedule are None if `config` names them, so that DeepSpeed itself makes them.
     """
-    user, args, resolved = spec.user_optimizer, spec.args, spec.resolved
+    user = spec.user_optimizer
+    args = spec.args
+    resolved = spec.resolved
     if user is None:
         stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", args.weight_decay)
         parameters = parameter_groups(module, stated, names)
@@ -171,7 +183,8 @@ def _staged(
     spec: EngineSpec, groups: Groups, module: StagedModule, compression: Compression | None
 ) -> Callable[..., DeepSpeedEngine]:
     """Return a function that builds the engine of this rank's stage from the arguments of DeepSpeed's engine."""
-    resolved, parameters = spec.resolved, list(module.parameters())
+    resolved = spec.resolved
+    parameters = list(module.parameters())
     defer_sums(parameters)  # partial gradients are summed once a step, not in each backward pass
     parts = UpdateParts(
         groups=groups,
@@ -243,7 +256,9 @@ def _build_module(
     example: Value | None,
 ) -> tuple[nn.Module, PipelineParallelGrid | None]:
     """Build this rank's layers and, without a pipeline, the grid that gives DeepSpeed its process groups."""
-    interval, seed, layout = spec.resolved.activation_checkpoint_interval, spec.args.seed, groups.layout
+    interval = spec.resolved.activation_checkpoint_interval
+    seed = spec.args.seed
+    layout = groups.layout
     if spec.is_pipeline:
         staged = StagedModule(
             layers,
@@ -256,18 +271,12 @@ def _build_module(
             keys=keys,
         )
         return staged, None
+    # Without a grid as its `mpu`, DeepSpeed would take all ranks for data ranks, tensor-parallel ranks too.
     grid = PipelineParallelGrid(topology=deepspeed_topology(layout), process_group=dist.group.WORLD)
     whole = LayerSequence(layers, checkpoint_interval=interval, seed=seed, keys=keys)
     if spec.resolved.zero_stage == 3 and example is not None:
         mark_leaves(whole, leaves_of_sequence(whole, whole.calls, example))
     return whole, grid
-
-
-def _compile(module: nn.Module, spec: EngineSpec) -> None:
-    """Compile this rank's decoder layers with torch.compile if the config asks for it."""
-    backend = spec.resolved.compile_backend
-    if backend is not None:
-        compile_modules(compiled_parts(module), backend=backend, **spec.resolved.compile_options)
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
@@ -276,18 +285,6 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, StagedModule):
         layers = [call for _, call in module.indexed_layers()]
     return [part for layer in layers if isinstance(layer, ModelLayer) for part in layer.compiled_parts()]
-
-
-def rng_keys(spec: EngineSpec, groups: Groups) -> RngKeys:
-    """Return the RNG keys of dropout for this rank's micro-batches."""
-    return RngKeys(
-        seed=spec.args.seed,
-        micro_batch=spec.resolved.micro_batch,
-        batch_rank=groups.coordinate.batch_rank,
-        batch_ranks=groups.layout.batch_ranks,
-        tensor=TensorParallel.of(groups.tp_group),
-        device=groups.device,
-    )
 
 
 def _without_partitioned_activations(config: JsonObject) -> JsonObject:
@@ -320,6 +317,8 @@ def _configure_checkpointing(spec: EngineSpec, groups: Groups) -> None:
 
 
 def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
+    # ZeRO-3 gathers the parameters of a leaf together. One by one, ranks whose tokens choose other experts would gather
+    # in different orders, and hang.
     for name in names:
         set_z3_leaf_module(module.get_submodule(name), True)
 
@@ -383,7 +382,6 @@ def layer_finisher(spec: EngineSpec, groups: Groups, part: Zero3Partition | None
     # Without a group zero.Init would partition over all ranks. One of this rank alone is created without the others.
     alone = [dist.get_rank()]
     data_group = groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
-
     secondary = open_secondary_group(spec, groups)
 
     def partition(layer: Any) -> None:
@@ -396,7 +394,7 @@ def layer_finisher(spec: EngineSpec, groups: Groups, part: Zero3Partition | None
             dtype=spec.dtype,
             zero_param_parallel_group=secondary,
         )
-        malloc_trim()
+        malloc_trim()  # each layer is allocated whole and freed again, which would fragment the heap
 
     return partition
 
@@ -413,7 +411,8 @@ def open_secondary_group(spec: EngineSpec, groups: Groups) -> dist.ProcessGroup 
     Its ranks are consecutive in a data-parallel group. DeepSpeed would take consecutive global ranks, which hold
     different parameters under pipeline or tensor parallelism.
     """
-    size, mine = secondary_size(spec, groups), None
+    size = secondary_size(spec, groups)
+    mine = None
     if size > 1:
         # torch requires every rank to create every group, in the same order.
         for replicas in groups.layout.groups("data"):

@@ -278,7 +278,11 @@ class Engine(ABC):
         self.loss.totals = {}
         with torch.no_grad(), self._attending(micro_batches):
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
-        of_parts = self._totals_of_parts()
+        # The sums of the loss's reported numbers [numbers]: valid only on the stage with the loss, like the count.
+        found = [self.loss.totals.get(name, torch.zeros((), device=self.device)) for name in self.loss.reported]
+        of_parts = torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
+        if found and self.reads_labels and self.groups.dp_group is not None:
+            dist.all_reduce(of_parts, group=self.groups.dp_group)
         # Only the stage with the loss has counted labels: on the others the count is 0, and with it the loss.
         if self.groups.pp_group is not None:
             source = dist.get_process_group_ranks(self.groups.pp_group)[self.groups.loss_stage]
@@ -288,23 +292,12 @@ class Engine(ABC):
         mean_loss, n, *sums = numbers([mean, counted, *of_parts])
         return EvaluationTotals(loss=mean_loss * n, counted=n, parts=dict(zip(self.loss.reported, sums, strict=True)))
 
-    def _totals_of_parts(self) -> Tensor:
-        """Return the sums of the loss's reported numbers over micro-batches and data ranks [numbers], float64.
-
-        They are valid only on the stage with the loss.
-        """
-        found = [self.loss.totals.get(name, torch.zeros((), device=self.device)) for name in self.loss.reported]
-        totals = torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
-        if found and self.reads_labels and self.groups.dp_group is not None:
-            dist.all_reduce(totals, group=self.groups.dp_group)
-        return totals
-
     def count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
         """Return the number of target tokens (or samples) in the loss, and of samples, over all data ranks.
 
-        Two float64 scalars on the device; valid only on the last stage, which has the labels.
+        Two float64 scalars on the device, valid only on the stage that has the labels.
         """
-        counted, rows = 0, 0
+        counted = rows = 0
         if self.reads_labels:
             for batch in micro_batches:
                 counted += self.loss.count(batch.labels, batch.rows)
@@ -390,7 +383,12 @@ class PipelineStages(Engine):
         if self.deepspeed.module.finite is not None:
             self.deepspeed.module.finite.reset()
         if self.groups.layout.pp_size > 1:
-            self._begin_exchange(batches, length)
+            # Stages send shapes only with the first tensor. All know `length`, so all send them again in the same step.
+            if length != self._length:
+                self.deepspeed.reset_activation_shape()
+                self._length = length
+                self._shape = None
+            self._require_one_shape(batches)
         step = self.deepspeed.global_steps
         # One call for the whole step. The engine executes this stage's instructions: forward, backward, send and
         # receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
@@ -399,13 +397,6 @@ class PipelineStages(Engine):
         if self.deepspeed.flops_profiler_enabled() and step == self.deepspeed.flops_profiler_profile_step():
             end_flops_profile(self.deepspeed)
         return loss, self.deepspeed.get_additional_losses() or {}
-
-    def _begin_exchange(self, batches: list[Batch], length: int | None) -> None:
-        """Make the stages exchange the shape of their activations again if the length has changed."""
-        if length != self._length:
-            self.deepspeed.reset_activation_shape()
-            self._length, self._shape = length, None
-        self._require_one_shape(batches)
 
     def _require_one_shape(self, batches: list[Batch]) -> None:
         """Raise UserError for micro-batches of unequal shapes: stages exchange the shape only once and would hang."""
@@ -417,7 +408,8 @@ class PipelineStages(Engine):
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
         # An evaluation may have another micro-batch size or sequence length than training.
-        trained, self._shape = self._shape, None
+        trained = self._shape
+        self._shape = None
         if self.groups.layout.pp_size > 1:
             self._require_one_shape(batches)
         loss = evaluate_pipeline(self.deepspeed, batches, steps)

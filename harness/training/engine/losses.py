@@ -21,11 +21,11 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from harness.batches.collate import IGNORED
-from harness.config.model.sharding import shard_range
 from harness.errors import UserError
-from harness.parallel.comm import gather_from_group, group_size
+from harness.parallel.comm import gather_from_group
 from harness.parallel.context.sequence_shards import ALONE, ContextParallel
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.tensor.sequence import widths_of
 from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 from harness.resilience.process.activity import inside
@@ -200,9 +200,7 @@ class CausalLoss(Loss):
         outputs = self.context.join(outputs, targets[-1].shape[-1])
         if self.group is None:
             return outputs
-        size = group_size(self.group)
-        widths = [stop - first for first, stop in (shard_range(self.vocab_size, rank, size) for rank in range(size))]
-        return gather_from_group(outputs, self.group, widths)
+        return gather_from_group(outputs, self.group, widths_of(self.vocab_size, self.group))
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
         return self._sum(targets, logits, (start, stop))
@@ -301,7 +299,8 @@ class MeanLoss(Loss):
         if n == 0:  # only padding, of which the mean would be NaN
             return weight * 0.0
         kept = tuple(label[:n] for label in labels)
-        return _called(self.loss_fn, _head(outputs, n), kept[0] if len(kept) == 1 else kept) * n * weight
+        outputs = outputs[:n] if isinstance(outputs, Tensor) else tuple(tensor[:n] for tensor in outputs)
+        return _called(self.loss_fn, outputs, kept[0] if len(kept) == 1 else kept) * n * weight
 
 
 @dataclass(frozen=True)
@@ -392,7 +391,8 @@ def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smooth
 
     Logits are [batch, sequence, vocabulary], labels [batch, sequence], not shifted.
     """
-    predicted, wanted = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    predicted = logits[:, :-1].flatten(0, 1).float()
+    wanted = labels[:, 1:].flatten()
     total = functional.cross_entropy(
         predicted, wanted, label_smoothing=smoothing, reduction="sum", ignore_index=IGNORED
     )
@@ -415,10 +415,6 @@ def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
 def first_tensor(value: Value) -> Tensor:
     """Return the tensor, or the first of several: the ids of (ids, position ids)."""
     return value if isinstance(value, Tensor) else value[0]
-
-
-def _head(value: Value, rows: int) -> Value:
-    return value[:rows] if isinstance(value, Tensor) else tuple(tensor[:rows] for tensor in value)
 
 
 class GuardedLoss:

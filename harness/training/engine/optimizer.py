@@ -153,23 +153,12 @@ def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:
     return found
 
 
-def default_optimizer(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
-    """Return torch's fused AdamW, which, unlike DeepSpeed's, needs no compilation on any device."""
-    return torch.optim.AdamW(
-        groups,
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        fused=True,
-    )
-
-
 class LateAdagrad(Optimizer):
     """torch's Adagrad with its state created at the first step, as in other optimizers.
 
     torch 2.11 creates it in the constructor, before ZeRO replaces the parameters. DeepSpeed therefore makes a new
-    Adagrad without groups, and no schedule changes that one. Without ZeRO, checkpoints would differ from those of later
-    torch versions. Takes the arguments of torch.optim.Adagrad.
+    Adagrad without groups, which no schedule changes. Without ZeRO, checkpoints would differ from later torch
+    versions'. Takes the arguments of torch.optim.Adagrad.
     """
 
     def __init__(self, params: list[ParameterGroup], **options: Any) -> None:
@@ -289,7 +278,14 @@ def own_optimizer(
     `groups` are the trainable parameters of `module`, which runs on `device`; `first_names` as in `parameter_groups`.
     """
     if config.get("optimizer") is None:
-        return default_optimizer(groups, args)
+        # torch's fused AdamW, which, unlike DeepSpeed's, needs no compilation on any device.
+        return torch.optim.AdamW(
+            groups,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            fused=True,
+        )
     optimizer = _named(config)
     if optimizer is None or not made_here(config, device):
         return None

@@ -31,7 +31,7 @@ Arrays: TypeAlias = Array | tuple[Array, ...]
 
 
 class KeptOutputs:
-    """A context that collects an engine's outputs and labels; all ranks enter it alike.
+    """A context that collects an engine's outputs and labels; all ranks enter it.
 
     Args:
         preprocess: maps outputs and labels of a micro-batch to the values to keep instead of the outputs.
@@ -75,7 +75,8 @@ class KeptOutputs:
 
     def gather(self) -> None:
         """Gather the outputs kept since the last call; all ranks call it, each after as many micro-batches."""
-        groups, fresh = self._engine.groups, self._fresh
+        groups = self._engine.groups
+        fresh = self._fresh
         self._fresh = []
         if self._everywhere or groups.layout.world_size == 1:
             parts = all_gather_object(fresh)

@@ -81,7 +81,11 @@ class MetricsFile:
         with suppress(FileNotFoundError):
             is_there = not self._file.closed and os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno()))
         if self._waiting and not is_there:
-            self._reopen()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            gone = self._file
+            self._file = self._opened()
+            gone.close()
+            warn(f"{self._path}: it was deleted; metrics continue in a new file")
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
@@ -105,12 +109,6 @@ class MetricsFile:
 
     def _opened(self) -> FileIO:
         return FileIO(self._path, "ab", opener=open_no_link)
-
-    def _reopen(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        gone, self._file = self._file, self._opened()
-        gone.close()
-        warn(f"{self._path}: it was deleted; metrics continue in a new file")
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Run an action; warn if it fails, for example on a full disk. Training continues, and lines wait in memory."""
@@ -140,12 +138,14 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         hosts = gather_object(socket.gethostname())
+        # Only rank 0 opens files, but if it cannot, all ranks must end.
         all_or_none(lambda: self._begin(hosts) if self.writes else None)
         return self
 
     def _begin(self, hosts: list[str]) -> None:
         """Write `run.json` before the first step and open the files. Raises UserError if that fails."""
-        run, directory = self.run, self.run.spec.output_dir
+        run = self.run
+        directory = run.spec.output_dir
         try:
             directory.mkdir(parents=True, exist_ok=True)
             provenance = run.spec.parts.provenance
@@ -273,16 +273,12 @@ def _is_before(line: bytes, first_step: int) -> bool:
     return line.endswith(b"\n") and isinstance(step, int) and step < first_step
 
 
-def _finite(content: JsonObject) -> JsonObject:
-    """Replace NaN and infinity by null, because JSON has neither."""
-    return {key: _or_null(value) for key, value in content.items()}
-
-
-def _or_null(value: object) -> object:
+def _finite(value: object) -> object:
+    """Replace NaN and infinity by null in nested values, because JSON has neither."""
     if isinstance(value, Mapping):
-        return {key: _or_null(inner) for key, inner in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_or_null(inner) for inner in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 

@@ -43,11 +43,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        run: Run,
-        nonfinite: NonFinite,
-        on_save: Callable[..., None],
-        overridden: Callable[[], Path] | None = None,
+        self, run: Run, nonfinite: NonFinite, on_save: Callable[..., None], overridden: Callable[[], Path] | None = None
     ) -> None:
         """Save nothing yet. `overridden` is a Trainer subclass's `save_checkpoint`, called instead of ours."""
         self.run = run
@@ -174,8 +170,11 @@ class Checkpoints:
 
     def stopped(self, number: int) -> signals.Stopped:
         """Report that signal `number` ended the run, and where it can be resumed; return the exception to raise."""
-        step, saved, console = self.run.state.global_step, self.newest, self.run.console
-        name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
+        step = self.run.state.global_step
+        saved = self.newest
+        console = self.run.console
+        name = signal.Signals(number).name
+        resumes = 'resume_from_checkpoint "auto" resumes'
         if self.run.spec.args.save_only_model:
             kept = "no model was saved" if saved is None else f"the model of step {saved} is saved"
             console.say(
@@ -200,7 +199,8 @@ class Checkpoints:
         return self.pending
 
     def _advance(self) -> bool:
-        pending, self.pending = self.pending, None  # nothing is pending if advance() raises NotSaved
+        pending = self.pending
+        self.pending = None  # nothing is pending if advance() raises NotSaved
         if pending is None:
             return False
         if not pending.advance():
@@ -249,7 +249,7 @@ def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
 
 
 def _best(run: Run) -> Path | None:
-    """Return the path of the best evaluation's checkpoint, which may be the one about to be written."""
+    """Return the path of the best evaluation's checkpoint, which may be about to be written."""
     state = run.state
     if state.best_global_step == state.global_step:
         return run.spec.output_dir / finished_name(state.global_step)
@@ -258,7 +258,8 @@ def _best(run: Run) -> Path | None:
 
 def progress_of(run: Run) -> TrainingProgress:
     """Return the content of `state.json`, except the engine's counters."""
-    state, best_model = run.state, run.spec.parts.best_model
+    state = run.state
+    best_model = run.spec.parts.best_model
     return TrainingProgress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,

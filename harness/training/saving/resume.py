@@ -29,7 +29,8 @@ from harness.wording import counted
 
 def load(run: Run, checkpoint: Path) -> TrainingProgress:
     """Restore engine, schedule, counters and the stream of samples from a checkpoint; all ranks call it."""
-    state, stream = run.state, run.stream
+    state = run.state
+    stream = run.stream
     progress = run.engine_state.load(checkpoint)
     listed = all_or_none(lambda: read_manifest(checkpoint).files)
     if not load_residue(run.engine.compression, checkpoint, str(run.spec.layout), listed):
@@ -130,7 +131,8 @@ def hyperparameters(
     args: TrainingArguments, resolved: Resolved, max_steps: int, user_optimizer: GivenOptimizer | None = None
 ) -> JsonObject:
     """Return the settings that affect the remaining steps, under their names as flags or in the JSON."""
-    config, values = resolved.config, JsonObject()
+    config = resolved.config
+    values = JsonObject()
     if user_optimizer is None:
         values |= {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
         values["learning_rate"] = args.learning_rate  # also for an optimizer in the JSON without one
