@@ -52,7 +52,7 @@ def replaced_files(directory: Path) -> Iterator[Path]:
     try:
         yield folder
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            sync_file(path)
+            sync_file(path)  # before the rename, which may reach the disk first and leave an empty file
             target = directory / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             if target.exists() and not target.is_file():

@@ -78,7 +78,8 @@ class WallClock:
     @contextmanager
     def spent_on(self, doing: str) -> Iterator[None]:
         """Count the time of the block for `doing`."""
-        outer, begun = self._turn_to(doing), time.monotonic()
+        outer = self._turn_to(doing)
+        begun = time.monotonic()
         try:
             yield
         finally:
@@ -98,7 +99,9 @@ class WallClock:
     def _turn_to(self, doing: str) -> str:
         now = time.monotonic()
         self._seconds[self._doing] += now - self._since
-        outer, self._doing, self._since = self._doing, doing, now
+        self._since = now
+        outer = self._doing
+        self._doing = doing
         return outer
 
 
@@ -106,6 +109,8 @@ def _start_of_process() -> float:
     """Return the start of this process on the monotonic clock; the current time if it is unknown."""
     now = time.monotonic()
     try:
+        # Field 22 of proc(5) is the start in clock ticks since boot, in which time asleep counts: hence CLOCK_BOOTTIME.
+        # Fields are counted from behind the name, which may contain blanks.
         after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, ValueError, IndexError):
@@ -134,7 +139,8 @@ def count_step() -> None:
 @contextmanager
 def inside(doing: str, phase: Phase = Phase.SLOW) -> Iterator[None]:
     """Set activity and phase for a block. The other ranks see an error that leaves the outermost block."""
-    outer, before = ACTIVITY.phase, THIS_RANK.doing
+    outer = ACTIVITY.phase
+    before = THIS_RANK.doing
     ACTIVITY.phase = phase
     beat(doing)
     try:

@@ -30,7 +30,8 @@ class Launcher:
     @classmethod
     def find(cls, parent: str = "") -> Launcher:
         """Find the launcher of this process, if one started it; `parent` is `LaunchEnv.parent`."""
-        links, process = [], os.getpid()
+        links = []
+        process = os.getpid()
         for upper, command in above():
             links.append((process, upper))
             if DEEPSPEED_LAUNCH in command:

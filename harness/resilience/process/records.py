@@ -74,7 +74,8 @@ def record_failure_of(
 
     Does nothing if the rank already has a record: its first error is the cause.
     """
-    folder, name = records_folder(), f"rank-{position.rank}.json"
+    folder = records_folder()
+    name = f"rank-{position.rank}.json"
     if folder is not None and not (folder / name).exists():
         line = (message.strip().splitlines() or [""])[0]
         own = asdict(Failure(**asdict(position), pid=pid, error=error, message=line, time=time.time()))

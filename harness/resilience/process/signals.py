@@ -136,7 +136,8 @@ def reported_by(say: Callable[[str], None]) -> Iterator[None]:
     if listener is None:
         yield
         return
-    before, listener.say = listener.say, say
+    before = listener.say
+    listener.say = say
     try:
         yield
     finally:
