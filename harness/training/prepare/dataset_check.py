@@ -93,7 +93,8 @@ class DatasetCheck:
                 require_short(dataset, limit)
             # A data set that pads gives all samples of a step one length.
             if self.layout.pp_size > 1 and not isinstance(dataset, PaddedSamples):
-                if self._reads_rows:
+                # A user's collator may pad samples.
+                if isinstance(self.collator, TokenCollator) and self.collator.collator is collate:
                     require_one_length(dataset)
                 require_one_shape(dataset, self.collator, size)
             if not self.own_loss and meaning_of(batch) == SHIFTED:
@@ -108,12 +109,6 @@ class DatasetCheck:
                 packable = needed(self.require_packable, "packing", "harness.verify")
                 packable(self.config, len(tokens.ids), self.device, self.dtype)
         return batch
-
-    @property
-    def _reads_rows(self) -> bool:
-        """Whether samples reach the model unpadded; a user's collator may pad them."""
-        collator = self.collator.collator if isinstance(self.collator, TokenCollator) else self.collator
-        return collator is collate
 
 
 def meaning_of(batch: MicroBatch) -> str:

@@ -28,7 +28,6 @@ from harness.console import Console
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_wide import silence_prints
 from harness.device.process_group import close_groups
-from harness.hf.adapters import Adapters
 from harness.hf.layers.attention import with_attention
 from harness.hf.locate import presets
 from harness.hf.skeleton import ModelSource, position_limit
@@ -63,8 +62,8 @@ def prepare_run(spec: RunSpec, data: Datasets) -> Run:
     groups, device = meeting.groups, meeting.groups.device
     saved = saved_run(spec.resume_request, console)
     spec = _settled(spec, groups, saved)
-    resolved, source = spec.resolved, spec.source
-    take_first_ranks(tensors_in_memory(spec.inputs.model, source, spec.adaptation), device, console)
+    resolved, source, adapters = spec.resolved, spec.source, spec.adaptation
+    take_first_ranks(tensors_in_memory(spec.inputs.model, source, adapters), device, console)
 
     # 2. The first samples of the data are checked.
     check = _data_check(spec, groups)
@@ -79,22 +78,22 @@ def prepare_run(spec: RunSpec, data: Datasets) -> Run:
     trainable = _trainable(spec, groups, sample, data.train)
     if saved is not None:
         saved.require_same_model(trainable.summary, trainable.shaping_config)
-    if trainable.causal is not None:  # the vocabulary is now known: check ids against it
-        check = check.with_vocabulary(trainable.causal.vocab_size)
+    if (causal := trainable.causal) is not None:  # the vocabulary is now known: check ids against it
+        check = check.with_vocabulary(causal.vocab_size)
         check.first_batches(data)
     for line in [] if parts.data is None else parts.data.sample_lines(data):  # lets the user spot a wrong loss mask
         console.say(line)
-    base = all_or_none(lambda: _base_checksums(source, spec.adaptation, groups.rank))
+    base: dict[str, str] = {}
+    if source is not None and adapters is not None:  # rank 0 saves the checksums of the base model
+        base = all_or_none(lambda: adapters.base_checksums(source) if groups.rank == 0 else {})
     if saved is not None:
         all_or_none(partial(saved.require_same_base, base))
     prompts = None
     if args.sample_prompts is not None:
         # `plan_run` has refused the flag without the data part, and for a list of layers.
-        assert parts.data is not None and trainable.causal is not None
-        model, vocabulary = trainable.causal.source, trainable.causal.vocab_size
-        prompts = all_or_none(partial(parts.data.sample_prompts, args, data, model, vocabulary))
-    measured = _measured_costs(spec, trainable, device, sample)
-    boundaries = choose_boundaries(trainable, resolved, measured)
+        assert parts.data is not None and causal is not None
+        prompts = all_or_none(partial(parts.data.sample_prompts, args, data, causal.source, causal.vocab_size))
+    boundaries = choose_boundaries(trainable, resolved, _measured_costs(spec, trainable, device, sample))
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, resolved.chunks)
 
     # 4. The layers of this rank, and DeepSpeed's engine around them.
@@ -128,7 +127,7 @@ def prepare_run(spec: RunSpec, data: Datasets) -> Run:
         _warn_of_full_disk(run, run.engine_state.require_savable())
     objective = spec.inputs.objective
     if objective is not None and source is not None:
-        run.data = objective.before_training(engine, data, check.collator, source, spec.adaptation, console)
+        run.data = objective.before_training(engine, data, check.collator, source, adapters, console)
     run.stream = training_stream(run)
     return run
 
@@ -249,13 +248,6 @@ def _report(spec: RunSpec, trainable: TrainableModel, stages: Sequence[StageLine
     if spec.adaptation is not None:
         of_all = f"{trainable.size(trained=True):,} of {trainable.size():,} parameters are trained"
         spec.console.say(f"  adapters of rank {spec.adaptation.rank}: {of_all}")
-
-
-def _base_checksums(source: ModelSource | None, adaptation: Adapters | None, rank: int) -> dict[str, str]:
-    """Return the checksums of the adapters' base model; {} except on rank 0, which saves them."""
-    if source is None or adaptation is None or rank > 0:
-        return {}
-    return adaptation.base_checksums(source)
 
 
 def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:
