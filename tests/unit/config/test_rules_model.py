@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.schedules import SCHEDULES
+from harness.schedules import DEFAULT, SCHEDULES
 from tests.unit.config.said import said
 
 
@@ -234,6 +234,14 @@ def test_words_of_the_pipeline_are_known(key: str, value: object, is_known: bool
     words = "" if is_known else f"unknown {key} {value!r}; use one of {names}"
     assert said(pipe(2, **{key: value}), code) == at(f"/pipeline/{key}", words)
     assert said(pipe(1, **{key: value}), code) == at(f"/pipeline/{key}", words, "warning")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_deepspeed_lacks_is_told_in_a_config_for_it(name: str) -> None:
+    words = f"{name} is a schedule of the harness; remove it, or train with the harness"
+    assert said(pipe(2, schedule=name), "DS608", target="deepspeed") == at(
+        "/pipeline/schedule", "" if name == DEFAULT else words, "warning"
+    )
 
 
 @pytest.mark.parametrize(

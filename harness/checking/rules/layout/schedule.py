@@ -19,13 +19,22 @@ def unknown_schedule(view: RunView) -> Iterator[Finding]:
 
     docs/layouts.md has a table of the schedules; the default, 1F1B, is DeepSpeed's own. With more than one stage the
     harness refuses any other word, and lists those that it knows. DeepSpeed reads the key but does nothing with it: it
-    always runs 1F1B.
+    always runs 1F1B. In a config for another program, any other schedule than 1F1B is told.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zb-h2"}}
     Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zero-bubble"}}
     """
-    if schedule_name(view.get("/pipeline/schedule")) is None:
+    name = schedule_name(view.get("/pipeline/schedule"))
+    if name is None:
         yield unknown_word(view, "schedule", tuple(SCHEDULES), "does nothing with it, and runs 1F1B")
+    elif view.target != "harness" and name != DEFAULT:
+        yield Finding(
+            pointer="/pipeline/schedule",
+            message=f"{name} is a schedule of the harness",
+            hint="remove it, or train with the harness",
+            deepspeed="does nothing with it, and runs 1F1B",
+            on_value=True,
+        )
 
 
 @rule("DS609", "zero-bubble-with-recomputation", Severity.INFO, claim="elsewhere")
