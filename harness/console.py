@@ -114,6 +114,7 @@ def drop_output_without_reader() -> None:
 
 
 def _discard(descriptor: int) -> None:
+    # Not closed: the next file would get its number, and Python's flush at exit would write into it.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -42,6 +42,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
 
     `options` are passed to torch.compile.
     """
+    # Only here, because it imports the compiler.
     for eager in _EAGER:
         eager.run = torch.compiler.disable(eager.function)
     for module in modules:

@@ -278,6 +278,7 @@ def _with_embeddings(plan: Plan, model: PreTrainedModel) -> Plan:
     head, embedding = names.get(id(head_module)), names.get(id(embedding_module))
     rules = dict(plan.rules)
     tied = head_module is not None and head_module.weight is getattr(embedding_module, "weight", None)
+    # A shared parameter has one shard, which must be of whole rows for the embedding's look-up.
     if head and embedding and tied and (head in rules or embedding in rules):
         rules |= {head: PlanRule(style="colwise_gather_output"), embedding: PlanRule(style="embedding_rowwise")}
     elif head and head in rules and rules[head].style == "colwise":

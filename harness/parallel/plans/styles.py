@@ -392,7 +392,7 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
         return True
     with own_generators(0), torch.no_grad():  # must not move the generators of the run
         try:
-            layer = kind(3, 2, device="cpu")
+            layer = kind(3, 2, device="cpu")  # models are cut on meta, where nothing can be compared
             x = torch.randn(4, 3, device="cpu")
             return torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))
         except (TypeError, RuntimeError, AttributeError):
