@@ -2,21 +2,22 @@
 
     python scripts/bench/gpu.py [--run where|peers|sizes]
 
-Writes a JSON (scripts/bench/results/gpu.json, or --output) after each part, and prints a summary; please send it with
-an issue. Started again with the same file, it goes on with the parts that are missing or have failed. The runs:
+Writes a JSON (gpu-DEVICE.json in scripts/bench/results, or --output) after each part, and prints a table; please send
+it with an issue. Started again with the same file, it goes on with the parts that are missing or have failed. The runs:
 
     where   operations of a layer by themselves, in several programs; then a profiled step of the harness and of
             HuggingFace's Trainer: kernels, and where the device was idle; and how often varying lengths compile anew
     peers   (default) losses of a tiny model in each layout that one GPU can hold, beside those of plain PyTorch on the
             CPU; then tokens/s, MFU, peak memory and waits of a llama of 1 billion parameters (bf16, sequences of 4,096)
             with the harness in several ways, with HuggingFace's Trainer and with plain PyTorch, in two rounds
-    sizes   the harness alone: LoRA, whole models of 3 and 8 billion parameters, long sequences, with the memory that
-            the planner had expected
+    sizes   the harness alone: LoRA, whole models of 3 and 8 billion parameters, a mixture of experts, long sequences,
+            with the memory that the planner had expected
 
 Each part runs in a process of its own; what fails is noted with its error, and the rest goes on. MFU counts the
 operations of the model (no recomputation) against the datasheet's dense bf16 rate, and against the rate of a large
 matrix product that is measured first; of causal attention it counts the half that is needed, `mfu_whole_attention` all
-of it, as nanoGPT and torchtitan do. --small tries all of it on any machine, in a few minutes.
+of it, as nanoGPT and torchtitan do. --small tries all of it on any machine, in a few minutes; without a GPU the
+profiled step is that of the CPU's own operations.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import gc
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -46,6 +48,7 @@ import torch
 from peer_programs.task import Task, Work
 from report import RESULTS, write_report
 
+from harness.arguments.themes.lora import LoraArguments
 from harness.planner.hardware import load_hardware, names
 from harness.planner.model_config import read_decoder
 
@@ -53,6 +56,7 @@ if TYPE_CHECKING:  # parts that train without the harness do not wait for its im
     from harness import Trainer
 
 LIMIT_S = 540.0
+WARMING = 3  # first steps of a program, which its speed leaves out
 EDGE = 8192  # of the measured matrix product
 FP32, BF16 = 2e-5, 0.02  # relative difference of a loss from the CPU's: sums in another order, bf16
 DTYPES = {"bf16": "bfloat16"}  # of layouts; float32 of all others
@@ -109,17 +113,49 @@ TRACED = (
 )
 EIGHT = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 THREE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
-SIZES: dict[str, tuple[dict[str, int], dict[str, int], dict[str, Any]]] = {
-    "8B, LoRA": (EIGHT, {"samples": 2, "micro_batches": 4}, {"use_peft": True}),
-    "3B": (THREE, {}, {}),
-    "8B, optimizer on the host": (
+
+
+@dataclass(frozen=True)
+class Size:
+    """A training that people run on one device.
+
+    Attributes:
+        shape, work: what differs from WORK in the model and in the rest.
+        options: those of the harness.
+    """
+
+    shape: dict[str, int]
+    work: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, usual: Work, *, small: bool) -> Work:
+        """Return the work; `small`: with the sizes of the usual one."""
+        if small:
+            return replace(usual, **{**self.work, "shape": {**self.shape, **usual.shape}, "length": usual.length})
+        return replace(usual, **self.work, shape={**usual.shape, **self.shape})
+
+
+SIZES = {
+    "8B, LoRA": Size(
+        EIGHT,
+        {"samples": 2, "micro_batches": 4},
+        {"use_peft": True, "lora_target_modules": ["all-linear"]},
+    ),
+    "3B": Size(THREE),
+    "8B, optimizer on the host": Size(
         {**EIGHT, "vocab_size": 32768},
         {"micro_batches": 8},
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
     ),
-    "1B, 32,768 tokens": ({"max_position_embeddings": 32768}, {"length": 32768, "micro_batches": 1}, {}),
+    "2.5B, 8 experts": Size(
+        {"intermediate_size": 2816, "num_local_experts": 8, "num_experts_per_tok": 2}, {"family": "mixtral"}
+    ),
+    "1B, 32,768 tokens": Size(
+        {"max_position_embeddings": 32768},
+        {"length": 32768, "micro_batches": 1},
+        {"tiling": {"loss": 4096}, "pipeline": {"stages": 1, "activation_checkpoint_interval": 1}},
+    ),
 }
-"""Name -> what differs from WORK in the model and in the work, and options of the harness."""
 VARYING = (4096, 3840, 2816, 4000, 1024, 3333, 2049, 4096)
 """Lengths of samples: each step has another."""
 
@@ -129,6 +165,9 @@ def trained(task: Task, data: list[dict[str, Any]] | None = None, **options: Any
     trainers = import_module("peer_programs.trainers")
     sections = {name: value for name, value in options.items() if isinstance(value, dict)}
     flags = {name: value for name, value in options.items() if name not in sections}
+    of_lora = {each.name: flags.pop(each.name) for each in fields(LoraArguments) if each.name in flags}
+    if of_lora:
+        flags["peft_config"] = LoraArguments(**of_lora).peft_config()
     return trainers.trainer_of(task, {"zero_optimization": {"stage": 1}, **sections}, data=data, **flags)
 
 
@@ -210,7 +249,7 @@ def run_program(name: str, folder: Path, steps: int) -> dict[str, Any]:
             getattr(import_module(f"peer_programs.{module}"), function)(task)
             more: dict[str, Any] = {}
         else:
-            more = with_harness(task, **(PROGRAMS[name] if name in PROGRAMS else SIZES[name][2]))
+            more = with_harness(task, **(PROGRAMS[name] if name in PROGRAMS else SIZES[name].options))
     peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
     reserved = torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else 0
     memory = {"peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30}
@@ -387,12 +426,12 @@ class Ceilings:
     product: float
     sheet: float | None
 
-    def reached(self, found: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Add tokens/s and MFU to what a program has measured; the first three steps of a round warm up."""
+    def reached(self, found: dict[str, Any], folder: Path, *, frozen: bool = False) -> dict[str, Any]:
+        """Add tokens/s and MFU to what a program has measured; weights that are `frozen` get no gradient."""
         work, shape = Task(folder, 0).work, read_decoder(str(folder))
-        second = median(found["seconds"][3:])
+        second = median(found["seconds"][WARMING:])
         speed = work.tokens / second
-        flops = shape.flops_per_token(work.length)
+        flops = shape.flops_per_token(work.length, frozen=frozen)
         other_half = 3 * work.length * sum(layer.query + layer.output for layer in shape.layers)
         row = {"tokens_per_second": speed, "step_seconds": second, "tflops": speed * flops / 1e12}
         row["mfu_of_measured_product"] = speed * flops / self.product
@@ -430,11 +469,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     kind = "cpu" if accelerator is None else accelerator.type
     name = "cpu" if accelerator is None else str(torch.get_device_module(kind).get_device_name(0))
     work = replace(WORK, shape=TINY, length=64) if args.small else WORK
+    if args.output is None:
+        args.output = RESULTS / f"gpu-{name.lower().replace(' ', '-')}{'-small' if args.small else ''}.json"
     report = Report(args.output, {"device": name, "machine": versions(), "work": asdict(work)})
     with tempfile.TemporaryDirectory() as folder:
         run = Parts(args, clock, Path(folder), work, {"CUDA_VISIBLE_DEVICES": "0"} if kind == "cuda" else {})
         {"where": where, "peers": peers, "sizes": sizes}[args.run](run, report)
     report.found["seconds"] = args.limit - clock.left_s
+    write_report(report.path, report.found, what=str(__doc__))
     return report.found
 
 
@@ -483,16 +525,16 @@ def peers(run: Parts, report: Report) -> None:
     tiny = run.model("tiny", replace(WORK, shape=TINY, length=64, dtype="float32"), weights=True)
     report.add(["correctness"], lambda: compared(run("layouts", tiny), losses_of_pytorch(tiny)))
     ceilings, model = run.ceilings(report), run.model("model", run.work)
+    programs = [each for each in run.args.programs if each not in SIZES]
     for round_number in range(1, run.args.rounds + 1):
-        for program in run.args.programs:
+        for program in programs:
             place = ["rounds", str(round_number), program]
             report.add(place, lambda program=program: run(f"program: {program}", model))
     report.found["speed"] = {}
-    for program in run.args.programs:
-        rounds = [each[program] for each in report.found["rounds"].values()]
+    for program in programs:
+        rounds = [each[program] for each in report.found["rounds"].values() if program in each]
         fine = [each for each in rounds if "failed" not in each]
         report.found["speed"][program] = best(ceilings.reached(each, model) for each in fine) if fine else rounds[0]
-    write_report(report.path, report.found, what=str(__doc__))
 
 
 def best(rounds: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -505,48 +547,83 @@ def best(rounds: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def sizes(run: Parts, report: Report) -> None:
     """Train what people train on one device."""
     ceilings = run.ceilings(report)
-    for name, (shape, of_work, _) in SIZES.items():
-        sized = {**asdict(run.work), **of_work, "shape": {**run.work.shape, **shape}}
-        model = run.model(name, run.work if run.args.small else Work(**sized))
+    for name, size in ((name, size) for name, size in SIZES.items() if name in run.args.programs):
+        model, frozen = run.model(name, size.of(run.work, small=run.args.small)), "use_peft" in size.options
 
-        def measured(name: str = name, model: Path = model) -> Any:
+        def measured(name: str = name, model: Path = model, frozen: bool = frozen) -> Any:
             found = run(f"program: {name}", model)
-            return found if isinstance(found, str) else ceilings.reached(found, model)
+            return found if isinstance(found, str) else ceilings.reached(found, model, frozen=frozen)
 
         report.add(["sizes", name], measured)
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Return the report in some lines."""
+    """Return the report as text: a line for each part, and a table for each kind of figure."""
     lines = [f"{report['device']}: {report['seconds']:.0f} s"]
     for name, row in report.get("correctness", {}).items():
         if isinstance(row, dict):
             lines.append(f"  {name}: {'as on the CPU' if row['agree'] else 'NOT as on the CPU: ' + str(row['device'])}")
-    for name, row in {**report.get("traced", {}), **report.get("speed", {}), **report.get("sizes", {})}.items():
-        if "failed" in row:
-            lines.append(f"  {name}: {row['failed']}")
-        elif "tokens_per_second" in row:
-            mfu = row.get("mfu_of_datasheet", row["mfu_of_measured_product"])
-            speed, memory = row["tokens_per_second"], row["peak_gib"]
-            lines.append(f"  {name}: {speed:,.0f} tokens/s, MFU {mfu:.0%}, {memory:.1f} GiB")
-        else:
-            lines.append(f"  {name}: {row['milliseconds']:.0f} ms, of which {row['busy']:.0f} ms computing")
-    return "\n".join(lines)
+    graphs = report.get("graphs_by_step")
+    if isinstance(graphs, list):
+        lines.append(f"  graphs compiled by each step, with other lengths: {graphs}")
+    measured = {**report.get("speed", {}), **report.get("sizes", {})}
+    found = {**report.get("traced", {}), **measured, **({"other lengths": graphs} if isinstance(graphs, dict) else {})}
+    lines += [f"  {name}: {row['failed']}" for name, row in found.items() if "failed" in row]
+    return "\n".join([*lines, *_table(SPEED, measured), *_table(TRACE, report.get("traced", {}))])
+
+
+def _mfu(row: dict[str, Any]) -> str:
+    return f"{row.get('mfu_of_datasheet', row['mfu_of_measured_product']):.1%}"
+
+
+def _expected(row: dict[str, Any]) -> str:
+    return "" if row.get("expected") is None else f"{row['expected']['memory_gib']['max']:.1f}"
+
+
+SPEED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+    "MFU": _mfu,
+    "attention whole": lambda row: f"{row['mfu_whole_attention']:.1%}" if "mfu_whole_attention" in row else "",
+    "peak GiB": lambda row: f"{row['peak_gib']:.1f}",
+    "expected": _expected,
+}
+"""Columns of what trained."""
+TRACE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ms": lambda row: f"{row['milliseconds']:.0f}",
+    "computing": lambda row: f"{row['busy']:.0f}",
+    "kernels": lambda row: f"{row['kernels']:,}",
+    "idle over 20 us": lambda row: f"{row['gaps']['ms']:.0f}",
+}
+"""Columns of a profiled step."""
+
+
+def _table(columns: dict[str, Callable[[dict[str, Any]], str]], rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a table of the rows that have not failed, in Markdown; nothing if there is no such row."""
+    fine = {name: row for name, row in rows.items() if "failed" not in row}
+    if not fine:
+        return []
+    head = ["", f"| program | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
+    return [*head, *(f"| {name} | {' | '.join(of(row) for of in columns.values())} |" for name, row in fine.items())]
 
 
 def main() -> None:
     """Measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", choices=("where", "peers", "sizes"), default="peers")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--output", type=Path, help="the JSON (default: gpu-DEVICE.json in scripts/bench/results)")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all of it (default: 540)")
     parser.add_argument("--rounds", type=int, default=2, help="of each program (default: 2)")
-    parser.add_argument("--steps", type=int, default=8, help="of each program; the first three are left out")
-    parser.add_argument("--programs", nargs="+", default=[*PROGRAMS, *OTHERS], help="default: all")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of each program; the first three are left out (default: 8)"
+    )
+    parser.add_argument("--programs", nargs="+", default=[*PROGRAMS, *OTHERS, *SIZES], help="default: all")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
     for hidden in ("--part", "--folder", "--found"):
         parser.add_argument(hidden, type=Path if hidden != "--part" else str, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps <= WARMING:
+        parser.error(f"--steps {args.steps}: the first {WARMING} of each program are left out, so give more")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # as an exception, which also ends the part that runs
     if args.part is not None:
         args.found.write_text(json.dumps(part(args)))
         return

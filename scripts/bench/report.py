@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from harness.atomic import replace_text
 from harness.training.recording.files import versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -17,5 +18,5 @@ def write_report(path: Path, content: dict[str, Any], *, what: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"what": what.partition("\n")[0], "date": date.today().isoformat(), "versions": versions()}
     report = {**head, **{key: value for key, value in content.items() if key not in head}}
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(report, indent=1) + "\n")  # a benchmark that is ended here can still go on with it
     return path

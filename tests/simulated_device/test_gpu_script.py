@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -29,6 +32,45 @@ def test_it_compares_and_measures(tmp_path: Path) -> None:
         assert row["tokens_per_second"] > 0 and row["mfu_of_measured_product"] > 0 and row["peak_gib"] > 0, row
     assert report["speed"]["harness, Liger"]["failed"] == "left out: liger-kernel is not installed"
     assert report["speed"]["harness"]["expected"]["memory_gib"]
+
+
+def on_cpu(run: str, output: Path, *words: str) -> list[str]:
+    script = str(ROOT / "scripts/bench/gpu.py")
+    return [sys.executable, script, "--small", "--run", run, "--steps", "4", "--output", str(output), *words]
+
+
+@pytest.mark.thorough
+def test_sizes_that_were_ended_go_on_with_those_that_are_missing(tmp_path: Path) -> None:
+    output, names = tmp_path / "gpu.json", ["8B, LoRA", "2.5B, 8 experts"]
+    command = on_cpu("sizes", output, "--programs", *names)
+
+    def known() -> dict[str, dict[str, object]]:
+        found: dict[str, dict[str, object]] = json.loads(output.read_text()).get("sizes", {}) if output.exists() else {}
+        return found
+
+    ended = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not known():
+        assert ended.poll() is None
+        time.sleep(0.5)
+    ended.send_signal(signal.SIGTERM)
+    assert ended.wait(60) == 1 and list(before := known()) == names[:1]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert list(known()) == names and known()[names[0]] == before[names[0]]
+    for name, row in known().items():
+        assert "failed" not in row, (name, row)
+        assert f"| {name} | {row['tokens_per_second']:,.0f} |" in done.stdout
+
+
+@pytest.mark.thorough
+def test_a_step_is_profiled_without_a_gpu_too(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    done = subprocess.run(on_cpu("where", output, "--programs", "harness"), capture_output=True, text=True, check=True)
+    report = json.loads(output.read_text())
+    assert {"products", "attention", "update", "layer", "loss"} <= report["operations"].keys()
+    traced = report["traced"]["harness"]
+    assert 0 < traced["busy"] <= traced["milliseconds"] and traced["by_kind"]["products"] > 0
+    assert report["graphs_by_step"][0] > 0 and report["graphs_by_step"][-1] == report["graphs_by_step"][-2]
+    assert f"| harness | {traced['milliseconds']:.0f} |" in done.stdout
 
 
 def test_a_part_that_fails_or_has_no_time_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

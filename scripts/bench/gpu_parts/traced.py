@@ -19,7 +19,10 @@ from transformers import TrainerCallback, TrainerState
 LONG_GAP_US = 20.0
 KINDS = (  # the first whose words a kernel's name has
     ("attention", ("flash", "fmha", "attention", "sdpa")),
-    ("products", ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitKreduce")),
+    (
+        "products",
+        ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitKreduce", "aten::linear", "aten::mm", "addmm", "bmm"),
+    ),
     ("optimizer", ("multi_tensor_apply", "FusedAdam", "adam")),
     ("reductions", ("reduce", "norm", "Norm")),
     ("copies", ("copy", "Memcpy", "Memset", "fill", "cat")),
@@ -73,7 +76,10 @@ class OfStep(TrainerCallback):
 
 
 def account(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return milliseconds by kernel and kind, and the gaps between kernels with what the host did last before each."""
+    """Return milliseconds by kernel and kind, and the gaps between kernels with what the host did last before each.
+
+    Without a device, kernels are the operations of the CPU that no other one calls.
+    """
     kernels, launches, operations = [], {}, []
     for event in events:
         if event.get("ph") != "X":
@@ -85,10 +91,12 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 launches[event.get("args", {}).get("correlation")] = event
             case "cpu_op" | "user_annotation":
                 operations.append(event)
+    operations.sort(key=lambda event: (event["ts"], -event["dur"]))
+    if not kernels and not torch.accelerator.is_available():
+        kernels = _outermost(operations)
     if not kernels:
         return {"failed": "the profiler has seen no kernel"}
     kernels.sort(key=lambda event: event["ts"])
-    operations.sort(key=lambda event: event["ts"])
     starts = [event["ts"] for event in operations]
     begin, busy, free, gaps = kernels[0]["ts"], 0.0, kernels[0]["ts"], []
     for kernel in kernels:
@@ -123,6 +131,17 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
             "tenths": _tenths(gaps, free - begin),
         },
     }
+
+
+def _outermost(operations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the operations of torch, sorted by their begin, which no other one calls."""
+    found: list[dict[str, Any]] = []
+    ends: dict[int, float] = {}
+    for event in operations:
+        if event["name"].startswith("aten::") and event["ts"] >= ends.get(event["tid"], 0.0):
+            found.append(event)
+            ends[event["tid"]] = event["ts"] + event["dur"]
+    return found
 
 
 def _tenths(gaps: Iterable[tuple[float, float, str, str]], whole: float) -> list[float]:

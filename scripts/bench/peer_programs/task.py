@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 RATE, LARGEST_NORM = 1e-3, 1.0
 
@@ -50,7 +51,7 @@ class Work:
         if weights:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         else:
-            config.architectures = ["LlamaForCausalLM"]
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.family]]
             config.save_pretrained(folder)
         (folder / "work.json").write_text(json.dumps(asdict(self)))
 

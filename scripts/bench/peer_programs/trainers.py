@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer as HFTrainer
 from transformers import TrainerCallback, default_data_collator
@@ -14,6 +14,9 @@ from transformers import TrainingArguments as HFArguments
 from harness import Trainer, TrainingArguments
 from peer_programs.raw_deepspeed import config
 from peer_programs.task import LARGEST_NORM, RATE, Task
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 SAME: dict[str, Any] = {
     "learning_rate": RATE,
@@ -76,6 +79,7 @@ def trainer_of(
     *,
     callbacks: Sequence[TrainerCallback] = (),
     data: list[dict[str, Any]] | None = None,
+    peft_config: LoraConfig | None = None,
     **more: Any,
 ) -> Trainer:
     """Return a Trainer of the harness in the layout of some sections of a DeepSpeed config; `data` or the task's."""
@@ -94,7 +98,7 @@ def trainer_of(
     )
     if data is None:
         data = [{"input_ids": row} for row in task.samples().tolist()]
-    return Trainer(str(task.folder), arguments, train_dataset=data, callbacks=callbacks)
+    return Trainer(str(task.folder), arguments, train_dataset=data, callbacks=callbacks, peft_config=peft_config)
 
 
 def harness(sections: dict[str, Any], replicas: int, task: Task) -> None:
