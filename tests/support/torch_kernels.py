@@ -18,7 +18,8 @@ from harness.extras.fusing.rotations import turned
 def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every device have the kernels."""
     monkeypatch.setattr(kernels, "usable", lambda device: True)
-    for function in (rotate, gate, gate_backward, gate_halves, gate_halves_backward, activate, activate_backward):
+    of_gates = (gate, gate_backward, gate_halves, gate_halves_backward, activate, activate_backward)
+    for function in (rotate, *of_gates, rms_norm, rms_norm_backward):
         monkeypatch.setattr(kernels, function.__name__, function)
 
 
@@ -53,6 +54,19 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 def activate_backward(grads: Tensor, x: Tensor, activation: Activation) -> Tensor:
     return _gradients(lambda x: (plain_activation(activation, x),), (x,), (grads,))[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor, offset: float, epsilon: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    scales = (wide.square().mean(-1) + epsilon).rsqrt()
+    return (wide * scales[..., None] * (weight.float() + offset)).to(x.dtype), scales
+
+
+def rms_norm_backward(grads: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    normal, grad = x.float() * scales[..., None], grads.float()
+    weighted = grad * (weight.float() + offset)
+    of_x = (weighted - normal * (weighted * normal).mean(-1, keepdim=True)) * scales[..., None]
+    return of_x.to(x.dtype), (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
 
 
 def _gradients(

@@ -22,6 +22,11 @@ from harness.device.kernels import BLOCK, grid_of, runs
 AS_TORCH = {"enable_fp_fusion": False}
 """Options of the compiler: a multiplication and an addition round twice, as two operations of torch do."""
 
+MOST_PARTS = 512
+"""Programs that sum the gradient of a norm's weight: a few for each processor of a GPU."""
+WIDEST = 16384
+"""Widest row that one program normalises: it keeps the row in registers."""
+
 Angles: TypeAlias = Literal["halves", "pairs", "first half", "each"]
 """Where the angles of pair c stand: at c and c + n / 2 of n, at 2c and 2c + 1, at c of n, or at c of n / 2."""
 
@@ -122,6 +127,12 @@ def _try(device: torch.device) -> None:
     require_close(gate_halves(x, how), gated)
     of_x = gate_halves_backward(grad[..., :half].contiguous(), x, how)
     require_close((of_x,), torch.autograd.grad(gated, inputs[:1], grad[..., :half]))
+
+    (of_norm, scales), weight = rms_norm(x, up[0, 0, 0], 1.0, 1e-5), up[0, 0, 0].clone().requires_grad_()
+    normal = functional.rms_norm(inputs[0].float(), (x.shape[-1],), weight.float() + 1.0, 1e-5).type_as(x)
+    require_close(of_norm, normal)
+    back = rms_norm_backward(grad, x, up[0, 0, 0], scales, 1.0)
+    require_close(back, torch.autograd.grad(normal, [inputs[0], weight], grad))
 
     squared = Activation("relu2")
     require_close(activate(x, squared), functional.relu(x).square())
@@ -278,6 +289,44 @@ def activate_backward(grads: Tensor, x: Tensor, activation: Activation) -> Tenso
     options = {"activation": activation.name, "beta": activation.beta, "block": BLOCK, **AS_TORCH}
     _programs().activate_backward[grid](grads, x, out, x.numel(), **options)
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, offset: float, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return x / sqrt(mean square + epsilon) * (weight + offset), contiguous, and 1 / the root of each row [...].
+
+    All is computed in float32 and rounded once. The rows of `x` [..., n] must have a `row_stride`.
+    """
+    rows, (stride,) = _rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    at_once, options = _of_rows(x.shape[-1])
+    options |= {"epsilon": epsilon, "offset": offset}
+    _programs().rms_norm[(-(-rows // at_once),)](x, weight, out, scales, stride, rows, x.shape[-1], **options)
+    return out, scales
+
+
+def rms_norm_backward(grads: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x`, contiguous, and of `weight`, from that of what `rms_norm` has returned."""
+    rows, (grad_stride, stride) = _rows(grads, x)
+    width = x.shape[-1]
+    of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    at_once, options = _of_rows(width)
+    all_tiles = -(-rows // at_once)
+    tiles = -(-all_tiles // MOST_PARTS)
+    parts = -(-all_tiles // tiles)
+    of_parts = torch.empty((parts, width), dtype=torch.float32, device=x.device)
+    sizes = (grad_stride, stride, rows, width, tiles)
+    _programs().rms_norm_backward[(parts,)](grads, x, weight, scales, of_x, of_parts, *sizes, offset=offset, **options)
+    of_weight = torch.empty_like(weight)
+    _programs().sum_rows[(-(-width // 64),)](of_parts, of_weight, parts, width, block=64, at_once=64)
+    return of_x, of_weight
+
+
+def _of_rows(width: int) -> tuple[int, dict[str, object]]:
+    """Return how many rows of this width a program normalises at once, and its options."""
+    block = _power_of_two(width)
+    at_once = max(1, 2048 // block)
+    return at_once, {"block": block, "at_once": at_once, "num_warps": min(16, max(4, block // 512)), **AS_TORCH}
 
 
 def _rows(*tensors: Tensor) -> tuple[int, list[int]]:

@@ -17,7 +17,11 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from harness.extras.fusing import kernels
+from harness.parallel.comm import Context
 
 WIDTH = 24
 """Width of a trial's inputs; the module's own if it computes no other."""
@@ -60,6 +64,13 @@ class Norm:
             return plain
         if not self.offset or weight is None:
             return self._of(x, weight, bias)
+        if not self.centred and bias is None:
+            # In the order in which rows lie in memory: queries and keys are often normalised with heads before tokens.
+            order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+            rows = x.permute(order)
+            if _takes_kernel(rows):
+                normal: Tensor = _OffsetNorm.apply(rows, weight, self.offset, self.epsilon)  # type: ignore[no-untyped-call]
+                return normal.permute(sorted(order, key=order.__getitem__))
         wide = weight.float() + self.offset
         return self._of(x.float(), wide, None if bias is None else bias.float()).type_as(x)
 
@@ -67,6 +78,32 @@ class Norm:
         if self.centred:
             return functional.layer_norm(x, x.shape[-1:], weight, bias, self.epsilon)
         return functional.rms_norm(x, x.shape[-1:], weight, self.epsilon)
+
+
+def _takes_kernel(x: Tensor) -> bool:
+    if type(x) is not Tensor or not x.numel() or x.shape[-1] > kernels.WIDEST or not kernels.usable(x.device):
+        return False
+    return kernels.row_stride(x) is not None
+
+
+class _OffsetNorm(torch.autograd.Function):
+    """A root-mean-square norm with weights that are stored minus `offset`.
+
+    torch's kernel takes weights of the input's dtype alone, in which weight + offset would be rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, offset: float, epsilon: float) -> Tensor:
+        normal, scales = kernels.rms_norm(x, weight, offset, epsilon)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.offset = offset
+        return normal
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scales = ctx.saved_tensors
+        return *kernels.rms_norm_backward(grad.contiguous(), x, weight, scales, ctx.offset), None, None
 
 
 def norm_of(module: nn.Module) -> Norm | None:

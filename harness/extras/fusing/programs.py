@@ -305,3 +305,79 @@ def activate_backward(grads, x, out, count, activation: tl.constexpr, beta: tl.c
     grad = tl.load(grads + place, mask=inside).to(tl.float32)
     given = tl.load(x + place, mask=inside).to(tl.float32)
     tl.store(out + place, (grad * slope(given, activation, beta)).to(kind), mask=inside)
+
+
+@triton.jit
+def rms_norm(
+    x,
+    weight,
+    out,
+    scales,
+    x_row,
+    rows,
+    width,
+    epsilon: tl.constexpr,
+    offset: tl.constexpr,
+    block: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Write the norms of some rows, and 1 / root of the mean square of each."""
+    row = tl.program_id(0).to(tl.int64) * at_once + tl.arange(0, at_once)
+    column = tl.arange(0, block)[None, :]
+    known = column < width
+    inside = (row < rows)[:, None] & known
+    given = tl.load(x + row[:, None] * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(given * given, axis=1) / width + epsilon)
+    factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32) + offset
+    tl.store(scales + row, scale, mask=row < rows)
+    normal = given * scale[:, None] * factor
+    tl.store(out + row[:, None] * width + column, normal.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm_backward(
+    grads,
+    x,
+    weight,
+    scales,
+    of_x,
+    of_weights,
+    grad_row,
+    x_row,
+    rows,
+    width,
+    tiles,
+    offset: tl.constexpr,
+    block: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Write the gradients of some tiles of rows, and the sum of what these rows give to the weight."""
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)[None, :]
+    known = column < width
+    factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32) + offset
+    total = tl.zeros([at_once, block], dtype=tl.float32)
+    for tile in range(tiles):
+        row = (part * tiles + tile) * at_once + tl.arange(0, at_once)
+        inside = (row < rows)[:, None] & known
+        grad = tl.load(grads + row[:, None] * grad_row + column, mask=inside, other=0.0).to(tl.float32)
+        given = tl.load(x + row[:, None] * x_row + column, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
+        normal = given * scale
+        mean = tl.sum(grad * factor * normal, axis=1)[:, None] / width
+        of_rows = (grad * factor - normal * mean) * scale
+        tl.store(of_x + row[:, None] * width + column, of_rows.to(of_x.dtype.element_ty), mask=inside)
+        total += grad * normal
+    tl.store(of_weights + part * width + tl.arange(0, block), tl.sum(total, axis=0), mask=tl.arange(0, block) < width)
+
+
+@triton.jit
+def sum_rows(x, out, rows, width, block: tl.constexpr, at_once: tl.constexpr):
+    """Write the sums of some columns."""
+    column = tl.program_id(0) * block + tl.arange(0, block)
+    total = tl.zeros([block], dtype=tl.float32)
+    for start in range(0, rows, at_once):
+        row = start + tl.arange(0, at_once)[:, None]
+        given = tl.load(x + row * width + column[None, :], mask=(row < rows) & (column < width)[None, :], other=0.0)
+        total += tl.sum(given, axis=0)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < width)

@@ -172,6 +172,23 @@ def test_an_activation_alone_is_that_of_torch(dtype: torch.dtype, activation: Ac
     torch.testing.assert_close(back, wanted, rtol=2 * BITS[dtype], atol=max(BITS[dtype] / 2, 1e-5))
 
 
+@dtypes
+@pytest.mark.parametrize("shape", [(2, 3, 24), (7, 4100), (1300, 40)], ids=str)
+def test_a_norm_whose_weights_are_stored_minus_one_is_that_of_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    width = shape[-1]
+    x = 3 * drawn(*shape[:-1], 2 * width, dtype=dtype)[..., :width]  # rows that are not neighbours in memory
+    weight, grad = drawn(width, dtype=dtype, seed=1), drawn(*shape, dtype=dtype, seed=2)
+    inputs = [each.float().requires_grad_() for each in (x, weight)]
+    expected = functional.rms_norm(inputs[0], (width,), 1 + inputs[1], 1e-5)
+    wanted = torch.autograd.grad(expected, inputs, grad.float())
+    found, scales = kernels.rms_norm(x, weight, 1.0, 1e-5)
+    back = kernels.rms_norm_backward(grad, x, weight, scales, 1.0)
+    for ours, theirs in zip((found, *back), (expected, *wanted), strict=True):
+        near = theirs.detach().to(dtype)
+        torch.testing.assert_close(ours, near, rtol=BITS[dtype], atol=BITS[dtype] / 4 * float(near.abs().max()))
+        assert ours.is_contiguous()
+
+
 def test_nan_passes_a_clamped_gate() -> None:
     both = torch.full((1, 4), float("nan"), device=DEVICE)
     for how in (Gate(Activation("silu"), limit=1.0), Gate(Activation("silu"), limit=1.0, clamps_after=True)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
@@ -17,11 +18,14 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from harness.extras.fusing import kernels
+from harness.extras.fusing.fused import fuse
 from harness.extras.fusing.kernels import HALVES, Turn
 from harness.extras.fusing.norms import Norm, norm_of
 from harness.extras.fusing.rotations import rotations
+from tests.support.models import model_of
 from tests.support.torch_kernels import use_torch
 
+CPU = torch.device("cpu")
 LLAMAS = Norm(centred=False, weight="weight", bias=None, offset=0.0, epsilon=1e-5)
 
 
@@ -96,6 +100,55 @@ class Clipped(LlamaRMSNorm):
 )
 def test_what_computes_something_else_is_no_norm(module: nn.Module) -> None:
     assert norm_of(module) is None
+
+
+class Count(TorchDispatchMode):
+    """Counts operations that are no views; those of a kernel count as one."""
+
+    count = 0
+    in_kernel = False
+
+    def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not self.in_kernel and called.overloadpacket.__name__ not in FREE and not called.is_view
+        return called(*args, **(kwargs or {}))
+
+    def as_one(self, kernel: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.count += not self.in_kernel
+            before, self.in_kernel = self.in_kernel, True
+            try:
+                return kernel(*args, **kwargs)
+            finally:
+                self.in_kernel = before
+
+        return run
+
+
+FREE = ("detach", "_unsafe_view", "empty", "empty_like")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_norms_with_weights_minus_one_are_one_kernel_in_16_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch(monkeypatch)
+    norm = next(each for each in model_of(family).modules() if (found := norm_of(each)) and found.offset)
+    norm.bfloat16()
+    x = torch.randn(2, 3, 5, norm.weight.numel()).bfloat16().requires_grad_()  # type: ignore[operator]
+    for given in (x, x.transpose(1, 2), x.permute(2, 0, 1, 3)):
+        expected = type(norm).forward(norm, given)
+        counted = Count()
+        with monkeypatch.context() as patched:
+            for name in ("rms_norm", "rms_norm_backward"):
+                patched.setattr(kernels, name, counted.as_one(getattr(kernels, name)))
+            fuse(norm, CPU)
+            with counted:
+                found = norm(given)
+                assert counted.count == 1
+                ours = torch.autograd.grad(found, [x, *norm.parameters()], given.detach())
+                assert counted.count == 2
+        assert found.stride() == given.stride()
+        torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)
+        theirs = torch.autograd.grad(expected, [x, *norm.parameters()], given.detach())
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
 PAIRS = {"pairs": True, "into_pairs": True}
