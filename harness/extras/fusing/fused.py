@@ -73,7 +73,9 @@ def _fuse_on_cpu(module: nn.Module) -> None:
 def with_globals(function: FunctionType, values: Mapping[str, object]) -> FunctionType:
     """Return a copy of a function that reads `values` instead of its module's globals of these names."""
     scope = {**function.__globals__, **values}
-    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    # torch.compile keeps what it has compiled with the code, and its name in the globals: no code may have two globals.
+    code = function.__code__.replace()
+    copied = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return wraps(function)(copied)  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from types import MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -92,10 +92,13 @@ def find_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernels
     finally:
         kernels = _taken_back(home, names)
     changed = {name: _changes(module, before[name]) for name, module in model.named_modules() if _taken(module)}
+    made: dict[FunctionType, FusedModule] = {}  # layers that are alike share what is compiled if they share a forward
     for name, module in model.named_modules():
         forward: Callable[..., Any] = type(module).forward
         if "forward" not in vars(module) and reads_globals(forward, kernels):
-            changed[name] = FusedModule(forward=with_globals(forward, kernels), attributes={})
+            if forward not in made:
+                made[forward] = FusedModule(forward=with_globals(forward, kernels), attributes={})
+            changed[name] = made[forward]
     return LigerKernels(changed) if changed else f"Liger changes nothing of model type {family!r} but its loss"
 
 

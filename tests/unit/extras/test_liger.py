@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.verify.tiny_copy import shrink
+from tests.support.graphs import graphs_of_steps, tokens
 from tests.support.models import model_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -145,7 +147,7 @@ def test_other_models_of_the_process_keep_their_modules_and_functions() -> None:
     kernels = liger_kernels(tiny("llama"), CPU)
     assert vars(modeling_llama) == before
     rotating = [each.forward for name, each in kernels.modules.items() if name.endswith("self_attn")]
-    assert rotating
+    assert len(rotating) > 1 and len(set(rotating)) == 1
     on_meta = [torch.empty(1, 2, 4, 8, device="meta") for _ in range(2)]
     tables = [torch.empty(1, 4, 8, device="meta") for _ in range(2)]
     for forward in rotating:
@@ -159,3 +161,18 @@ def test_other_models_of_the_process_keep_their_modules_and_functions() -> None:
 def test_a_family_that_liger_does_not_know_is_one_line() -> None:
     with pytest.raises(UserError, match="--use_liger_kernel: Liger has no kernels for model type 'gpt2'"):
         liger_kernels(tiny("gpt2"), CPU)
+
+
+@with_liger
+@pytest.mark.thorough
+@pytest.mark.usefixtures("interpreted")
+def test_layers_with_liger_s_own_kernels_are_compiled_for_a_second_length_and_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    # The compiler knows Triton's kernels on a GPU; it cannot trace their interpreter, so here the graph breaks at each.
+    monkeypatch.setattr(GridExecutor, "__call__", torch.compiler.disable(GridExecutor.__call__))
+    rows = [tokens(length) for length in (6, 9, 14, 20)]
+    first, second, *later = graphs_of_steps(tmp_path, rows, "eager", use_liger_kernel=True)
+    assert 0 < first < second and later == [second] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,18 +9,17 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import reset
-from torch._dynamo.utils import counters
 
-from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness import UserError
 from harness.checking import check
 from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
-from harness.extras.fusing.fused import RMSNorm
+from harness.extras.fusing.fused import RMSNorm, with_globals
 from harness.extras.fusing.liger import FusedModule, LigerKernels
 from harness.parallel.compiling import Eager, compile_modules, waits_for_compiler
 from harness.training.engine.spec import LayerTraits
 from harness.training.prepare.trainable import require_compilable
+from tests.support.graphs import graphs_of_steps, tokens
 from tests.support.models import model_of
 
 
@@ -96,8 +94,19 @@ def test_an_eager_function_is_called_by_compiled_code() -> None:
     assert len(seen) == 2 and note.__doc__ == "Note."
 
 
-def tokens(length: int) -> dict[str, list[int]]:
-    return {"input_ids": [(7 * place + length) % 250 for place in range(length)]}
+FACTOR = 2.0
+
+
+def test_functions_with_globals_of_their_own_are_compiled_apart() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        y = x * FACTOR
+        print(end="")  # where the graph breaks, the compiled function is called by its name in the globals
+        return y + 1
+
+    x = torch.ones(3)
+    for function in (with_globals(scaled, {}), with_globals(scaled, {}), with_globals(scaled, {"FACTOR": 3.0}), scaled):
+        compiled = torch.compile(function, backend="eager")
+        assert torch.equal(compiled(x), function(x))
 
 
 def packed(*lengths: int) -> dict[str, list[int]]:
@@ -106,31 +115,6 @@ def packed(*lengths: int) -> dict[str, list[int]]:
         name: [value for length in lengths for value in values(length)]
         for name, values in (("input_ids", lambda n: tokens(n)["input_ids"]), ("position_ids", lambda n: [*range(n)]))
     }
-
-
-def graphs_of_steps(folder: Path, rows: list[dict[str, list[int]]], backend: str, **flags: Any) -> list[int]:
-    """Train a step on each row; return how many graphs had been compiled after each step."""
-    counted: list[int] = []
-
-    class Count(TrainerCallback):
-        def on_step_end(self, *_: object, **__: object) -> None:
-            counted.append(counters["stats"]["unique_graphs"])
-
-    reset()
-    counters.clear()
-    config = {"train_micro_batch_size_per_gpu": 1, "compile": {"enabled": True, "backend": backend}}
-    args = TrainingArguments(
-        str(folder),
-        deepspeed_config=config,
-        max_steps=len(rows),
-        save_steps=0,
-        gradient_accumulation_steps=1,
-        **flags,
-    )
-    with closing(Trainer(model_of("qwen3").config, args, rows, rows[:1] if "eval_steps" in flags else None)) as trainer:
-        trainer.add_callback(Count())
-        trainer.train()
-    return counted
 
 
 @pytest.mark.usefixtures("never_split")
@@ -155,9 +139,10 @@ DOCUMENTS = [(6, 4), (3, 9), (5, 5, 7), (20,), (2, 2, 2), (11, 14)]
 
 
 @pytest.mark.usefixtures("never_split")
-def test_packed_documents_of_any_lengths_are_compiled_as_samples_of_any_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_packed_documents_of_any_lengths_are_compiled_as_samples_of_any_length(backend: str, tmp_path: Path) -> None:
     rows = [packed(*lengths) for lengths in DOCUMENTS]
-    assert graphs_of_steps(tmp_path, rows, "eager", packing=True) == [1, 2, 2, 2, 2, 2]
+    assert graphs_of_steps(tmp_path, rows, backend, packing=True) == [1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.usefixtures("never_split")
