@@ -15,10 +15,11 @@ accumulated as if it had come at once. Until then autograd calls these hooks wit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,15 @@ from transformers.pytorch_utils import Conv1D
 from harness.parallel.comm import Context, apply
 from harness.parallel.compiling import Eager
 
-Product = tuple[Tensor, Tensor, Tensor]
-"""A weight, the input of its layer, and the gradient of the output."""
 LayerProduct: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
-"""Returns the output [..., out] of a linear layer, its input [..., in], weight and bias, with all gradients at once."""
+"""Returns the output [..., out] of a linear layer, its input [..., in], weight and bias."""
+
+
+class Product(NamedTuple):
+    """A product that is computed later, and the weights [out, in], parameters or views of them, of its gradients."""
+
+    compute: Callable[[], Sequence[Tensor]]
+    weights: Sequence[Tensor]
 
 
 class DeferredGradients:
@@ -71,9 +77,10 @@ def accumulate(products: list[Product]) -> None:
     with torch.enable_grad():
         # Newest first: autograd runs the most recent node first, so gradients are accumulated oldest first, in the
         # order of an ordinary backward. Another order would round differently.
-        roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
+        newest_first = (products.pop() for _ in range(len(products)))
+        roots = [apply(_Later, compute, *weights) for compute, weights in newest_first]
     if roots:
-        torch.autograd.backward(roots)
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])  # whose values nobody reads
 
 
 def attach(module: nn.Module, gradients: DeferredGradients) -> None:
@@ -169,40 +176,40 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = (rows @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_weight = None
         later = None if ctx.gradients is None else ctx.gradients.keeping
         later = ctx.products if later is None else later
+        product = partial(_weight_gradient, x, grad, ctx.weight.stride(0) == 1)
         if later is None:
-            grad_weight = _weight_gradient(x, grad, transposed=ctx.weight.stride(0) == 1)
+            (grad_weight,) = product()
         else:
-            later.append((ctx.weight, x.detach(), grad))
+            later.append(Product(product, [ctx.weight]))
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _Later(torch.autograd.Function):
-    """Return a scalar whose gradient with respect to a weight is the deferred gradient."""
+    """Return a scalar whose gradients with respect to weights are the deferred gradients."""
 
     @staticmethod
-    def forward(ctx: Context, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
-        ctx.product = (x, grad)
-        ctx.transposed = weight.stride(0) == 1
-        return weight.new_zeros(())
+    def forward(ctx: Context, compute: Callable[[], Sequence[Tensor]], *weights: Tensor) -> Tensor:
+        ctx.compute = compute
+        return weights[0].new_empty(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, _one: Tensor) -> tuple[Tensor, None, None]:
-        x, grad = ctx.product
-        del ctx.product
-        return _weight_gradient(x, grad, transposed=ctx.transposed), None, None
+    def backward(ctx: Context, _one: Tensor) -> tuple[Tensor | None, ...]:
+        compute = ctx.compute
+        del ctx.compute  # which holds the operands
+        return None, *compute()
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor:
+def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> tuple[Tensor]:
     """Return the weight gradient from the product that autograd uses for this memory layout of the weight.
 
     The two products are equal in exact arithmetic but round differently.
     """
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    return (x.t() @ grad).t() if transposed else grad.t() @ x
+    return ((x.t() @ grad).t() if transposed else grad.t() @ x,)

@@ -324,7 +324,7 @@ def _recomputed(workload: Workload, strategy: Strategy, stage: Stage) -> float:
 @lru_cache(maxsize=65536)
 def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the bytes that autograd keeps of one layer for one micro-batch."""
-    tp, width = strategy.tp_size, workload.element_bytes
+    tp, width, operand = strategy.tp_size, workload.element_bytes, _input_bytes(workload)
     tokens = strategy.tokens(workload.sequence)
     shared = tp if strategy.sequence_parallel else 1
     whole_input = (
@@ -333,15 +333,16 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     inputs = _kept_inputs(workload)
     of_norm = _norm_bytes(workload, layer) - width * (1 - inputs) - whole_input * inputs
     outside = layer.hidden * layer.norms * (of_norm / shared + whole_input * inputs)
+    outside -= layer.hidden * (width - operand) * (2 if layer.dense_ffn and not layer.experts else 1)
     repeated = layer.heads // max(layer.kv_heads, 1)
     ranks = strategy.cp_size * tp  # several ranks may have copies of one key
     keys = (layer.key + layer.value) * (1 if workload.habits.fused_elementwise or repeated == 1 else repeated)
     copies = 1 if keys == (layer.key + layer.value) * repeated else max(1.0, ranks / max(layer.kv_heads, 1))
-    attention = (layer.query + keys * copies + (1 + _keeps_input(workload, "output")) * layer.output) * width / tp
+    attention = (layer.query + keys * copies + layer.output) * width / tp
+    attention += layer.output * operand * _keeps_input(workload, "output") / tp
     # the input of the activation, what it is multiplied by, their product, and without kernels the activation's output
     active = (layer.into_ffn + (1 if workload.has_kernels else 2) if layer.gated else 2) * width
-    active -= 0 if _keeps_input(workload, "down") else width
-    inside = layer.dense_ffn * active / tp
+    inside = layer.dense_ffn * (active - width + operand * _keeps_input(workload, "down")) / tp
     if layer.experts:
         whole = tp if strategy.ep_size > 1 else 1  # whole experts: ranks divide their tokens instead
         inside += layer.top_k * (layer.expert_ffn * active / tp + 2 * layer.hidden * width / whole)
@@ -354,6 +355,16 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     kept = kept if workload.habits.tiles_norms else outside
     tile = strategy.tokens(workload.sequence, strategy.block_tile)
     return tokens * (kept + attention) + tile * (outside + inside)
+
+
+def _input_bytes(workload: Workload) -> int:
+    """Return the bytes that a linear layer keeps of each element of its input: of its codes in fp8, if it is trained.
+
+    The layer rounds its input by columns for the gradient of its weight, and keeps these codes alone
+    (harness/extras/fp8/product.py). Experts and adapters keep their inputs.
+    """
+    narrow = workload.precision == "fp8" and workload.habits.rounds_once and workload.lora is None
+    return 1 if narrow else workload.element_bytes
 
 
 def _keeps_input(workload: Workload, *targets: Target) -> bool:

@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -28,13 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from harness.extras.fp8.accumulation import accumulate_gradients
 from harness.extras.fp8.e4m3 import Codes
 from harness.extras.fp8.operations import AT_ONCE, largest_of_rows, round_rows, round_rows_and_columns
 from harness.parallel.collectives import all_reduce_max
 from harness.parallel.comm import Context, apply, group_size
 from harness.parallel.compiling import Eager
-from harness.parallel.weight_gradients import is_parameter
+from harness.parallel.weight_gradients import DeferredGradients, Product, accumulate, is_parameter
 from harness.resilience.process.activity import ACTIVITY
 
 Multiply: TypeAlias = Callable[[Codes, Codes, torch.dtype], Tensor]
@@ -63,6 +63,7 @@ class _LayerBackward(NamedTuple):
         grad: dy [tokens, out].
         x: the codes of the input by column, [in, tokens]; None for a frozen weight.
         step: the step for which codes of the weight [out, in] may be kept, or 0.
+        deferred: the deferred weight gradients of the stage; None if its schedule defers none.
     """
 
     product: Fp8Product
@@ -70,6 +71,12 @@ class _LayerBackward(NamedTuple):
     x: Codes | None
     weight: Tensor
     step: int
+    deferred: DeferredGradients | None
+
+    @property
+    def kept(self) -> list[Product] | None:
+        """The list that collects deferred products; None if this layer's is computed at once."""
+        return None if self.deferred is None or not is_parameter(self.weight) else self.deferred.keeping
 
 
 @dataclass(kw_only=True, eq=False)
@@ -94,7 +101,8 @@ class Fp8Product:
 
     def __call__(self, layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return y [..., out] of x [..., in] and the weight [out, in]."""
-        y = _output(self, x, weight, ACTIVITY.steps if self.keeps_weights and layer.training else 0)
+        step = ACTIVITY.steps if self.keeps_weights and layer.training else 0
+        y = _output(self, x, weight, step, getattr(layer, "weight_gradients", None))
         return y if bias is None else y + bias
 
     def of_inputs(self, x: Tensor, *, columns: bool) -> tuple[Codes, Codes | None]:
@@ -106,10 +114,13 @@ class Fp8Product:
         """Return the codes of a weight by row; `step`: the step for which they may be kept, or 0."""
         return self._of_weights([weight], "row", step, shared=self.cut_inputs)
 
-    def gradients(
+    def backward(
         self, parts: Sequence[_LayerBackward], *, of_input: bool
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return dx [tokens, in] of some layers with one input, and dA of each: None for frozen weights."""
+    ) -> tuple[Tensor | None, Callable[[], Sequence[Tensor]] | None]:
+        """Return dx [tokens, in] of some layers with one input, and what computes dA of each; None for frozen weights.
+
+        What computes dA keeps codes alone, so it may be called later.
+        """
         grads, weights = [part.grad for part in parts], [part.weight for part in parts]
         x = next((part.x for part in parts if part.x is not None), None)
         dtype = weights[0].dtype
@@ -123,12 +134,16 @@ class Fp8Product:
             of_rows = self._of_weights([weight.t() for weight in weights], "column", parts[0].step, not self.cut_inputs)
             of_x = self.multiply(by_row, of_rows, dtype)
         if x is None:
-            return of_x, [None] * len(parts)
+            return of_x, None
         if by_column is None:
             (grad,) = grads
             by_column = round_rows([grad.t()])
-        whole = self.multiply(by_column, x, dtype).split([len(weight) for weight in weights])
-        return of_x, [None if part.x is None else each for part, each in zip(parts, whole, strict=True)]
+        return of_x, partial(self._of_rows, by_column, x, dtype, [len(weight) for weight in weights])
+
+    def _of_rows(self, grads: Codes, x: Codes, dtype: torch.dtype, rows: list[int]) -> Sequence[Tensor]:
+        """Return dA of some layers, of the codes by column of all their dy, and of x."""
+        found: Sequence[Tensor] = self.multiply(grads, x, dtype).split(rows)
+        return found
 
     def _of_weights(self, weights: Sequence[Tensor], form: str, step: int, shared: bool) -> Codes:
         if not step:
@@ -193,9 +208,9 @@ _LATEST = _LatestInput()
 
 
 @Eager
-def _output(product: Fp8Product, x: Tensor, weight: Tensor, step: int) -> Tensor:
+def _output(product: Fp8Product, x: Tensor, weight: Tensor, step: int, deferred: DeferredGradients | None) -> Tensor:
     shared = _input_of(product, x)
-    return apply(_Fp8Linear, shared.copy, weight, product, shared, step)
+    return apply(_Fp8Linear, shared.copy, weight, product, shared, step, deferred)
 
 
 def _input_of(product: Fp8Product, x: Tensor) -> _RoundedInput:
@@ -214,7 +229,13 @@ def _input_of(product: Fp8Product, x: Tensor) -> _RoundedInput:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, product: Fp8Product, shared: _RoundedInput, step: int
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        product: Fp8Product,
+        shared: _RoundedInput,
+        step: int,
+        deferred: DeferredGradients | None,
     ) -> Tensor:
         trained = shared.recorded and weight.requires_grad
         by_row, by_column = shared.of(product, x, columns=trained)
@@ -224,6 +245,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.weight = weight
         ctx.product = product
         ctx.step = step
+        ctx.deferred = deferred
         ctx.input = weakref.ref(shared)
         ctx.layers = shared.layers
         ctx.joins = product.joins and x.requires_grad and (not trained or is_parameter(weight))
@@ -233,18 +255,25 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x = Codes(*ctx.saved_tensors) if ctx.saved_tensors else None
         for shared in (ctx.input(), _LATEST.input):  # the second is of a recomputed layer
             if shared is not None:
                 shared.forget()
         product: Fp8Product = ctx.product
-        part = _LayerBackward(product, grad.reshape(-1, grad.shape[-1]), x, ctx.weight, ctx.step)
+        rows = grad.reshape(-1, grad.shape[-1])
+        part = _LayerBackward(product, rows, x, ctx.weight, ctx.step, ctx.deferred)
         if ctx.joins and ctx.layers.count > 1:
             ctx.layers.parts.append(part)
-            return None, None, None, None, None
-        of_x, (of_weight,) = product.gradients([part], of_input=ctx.needs_input_grad[0])
-        return None if of_x is None else of_x.view(ctx.shape), of_weight, None, None, None
+            return None, None, None, None, None, None
+        of_x, of_weights = product.backward([part], of_input=ctx.needs_input_grad[0])
+        of_weight = None
+        if of_weights is not None:
+            if part.kept is None:
+                (of_weight,) = of_weights()
+            else:
+                part.kept.append(Product(of_weights, [ctx.weight]))
+        return None if of_x is None else of_x.view(ctx.shape), of_weight, None, None, None, None
 
 
 class _CopyForLayers(torch.autograd.Function):
@@ -267,9 +296,13 @@ class _CopyForLayers(torch.autograd.Function):
         parts, layers.parts = layers.parts, []
         for start in range(0, len(parts), AT_ONCE):
             some = parts[start : start + AT_ONCE]
-            of_x, of_weights = some[0].product.gradients(some, of_input=True)
-            if any(part.x is not None for part in some):
-                accumulate_gradients([part.weight for part in some], of_weights)
+            of_x, of_weights = some[0].product.backward(some, of_input=True)
+            if of_weights is not None:
+                later = Product(of_weights, [part.weight for part in some])
+                if some[0].kept is None:
+                    accumulate([later])
+                else:
+                    some[0].kept.append(later)
             if of_x is not None:
                 of_x = of_x.view(ctx.shape)
                 grad = of_x if grad is None else grad + of_x

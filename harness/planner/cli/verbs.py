@@ -291,6 +291,19 @@ def _row(args: argparse.Namespace, one: Estimate, carried: int) -> JsonObject:
     }
 
 
+def _require_fp8(args: argparse.Namespace, hardware: Hardware, flag: str) -> None:
+    """Raise UserError for what a run with `--fp8 rowwise` would refuse, and for emulation, which is not predicted."""
+    if flag.endswith("emulate"):
+        raise UserError("--fp8 emulate is for trials, and its speed is not predicted: give --fp8 rowwise")
+    if args.load_in_4bit:
+        raise UserError(f"{flag} and --load_in_4bit exclude each other: remove one of them")
+    if "fp8" not in hardware.flops or hardware.name.startswith("AMD "):
+        raise UserError(
+            f"{flag} needs an NVIDIA GPU of compute capability 8.9 or more, and {hardware.name} is none: remove "
+            f"{flag}, or name another --hardware"
+        )
+
+
 def _hardware(args: argparse.Namespace) -> Hardware:
     hardware = load_hardware(args.hardware, args.world_size)
     return hardware.in_tf32 if args.tf32 else hardware
@@ -313,6 +326,7 @@ def estimate(argv: Sequence[str]) -> int:
             "context_parallel_size",
             "bf16",
             "fp16",
+            "fp8",
         )
     )
     args = parser.parse_args(argv)
@@ -322,6 +336,8 @@ def estimate(argv: Sequence[str]) -> int:
     carried = carried_bytes(args.model, shape)
     values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
+    if values.fp8 != "no":
+        _require_fp8(args, hardware, f"--fp8 {values.fp8}")
     one = predict(
         resolved,
         shape,
@@ -329,6 +345,7 @@ def estimate(argv: Sequence[str]) -> int:
         hardware=hardware,
         fused_kernels=args.fused_kernels,
         sequences=_sequences(args),
+        fp8=values.fp8 == "rowwise",
         lora=_lora(args),
     )
     assert isinstance(one, Estimate)  # its hardware is known
@@ -380,6 +397,8 @@ def plan(argv: Sequence[str]) -> int:
     if args.like == "deepspeed" and args.precision == "fp4":
         parser.error("--precision fp4: this harness trains in fp32, bf16, fp16 and, with --fp8, fp8; see --like")
     task = _task(args)
+    if args.like == "deepspeed" and args.precision == "fp8":
+        _require_fp8(args, task.hardware, "--precision fp8")
     found = search(task)
     if args.page is not None:
         write_page(args.page, args.model, args.hardware, task, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from harness.extras.fp8.product import Fp8Product, emulated, on_device
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
+from harness.parallel.weight_gradients import DeferredGradients
 from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
 from tests.support.layers import build, run
@@ -104,8 +106,12 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def three_layers(joins: bool, keeps: bool = False, step: int = 0) -> tuple[list[Tensor], Counter[tuple[int, bool]]]:
+def three_layers(
+    joins: bool, keeps: bool = False, later: DeferredGradients | None = None
+) -> tuple[list[Tensor], Counter[tuple[int, bool]]]:
     """Outputs and gradients of layers that read one input, by two micro-batches, and what was rounded."""
+    layer = nn.Identity()
+    layer.weight_gradients = later  # type: ignore[assignment]  # as `attach` sets it
     weights = [random(width, 32, seed=width).requires_grad_() for width in (16, 48, 32, 64)]
     products = [Fp8Product(multiply=emulated, joins=joins, keeps_weights=keeps) for _ in weights]
     found: list[Tensor] = []
@@ -113,10 +119,15 @@ def three_layers(joins: bool, keeps: bool = False, step: int = 0) -> tuple[list[
         for seed in (5, 6):
             leaf = random(12, 32, seed=seed).requires_grad_()
             x = leaf * 1
-            outputs = [own(nn.Identity(), x, weight, None) for own, weight in zip(products, weights, strict=True)]
-            torch.autograd.backward(outputs, [random(*y.shape, seed=seed) for y in outputs])
+            outputs = [own(layer, x, weight, None) for own, weight in zip(products, weights, strict=True)]
+            with nullcontext() if later is None else later.defer():
+                torch.autograd.backward(outputs, [random(*y.shape, seed=seed) for y in outputs])
             assert leaf.grad is not None
             found += [*(y.detach() for y in outputs), leaf.grad]
+        if later is not None:
+            assert all(weight.grad is None for weight in weights)
+            later.compute()
+            later.compute()
     return found + [weight.grad for weight in weights if weight.grad is not None], counted.found
 
 
@@ -131,6 +142,14 @@ def test_layers_with_one_input_compute_backward_together() -> None:
     assert of_apart == {(1, True): 2 * (1 + 4), (1, False): 2 * (4 + 4)}
     # three gradients at once, and the fourth; so are weights by columns
     assert of_joined == {(1, True): 2 * 2, (3, True): 2, (1, False): 2 * (4 + 1), (3, False): 2}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_weight_gradients_that_a_schedule_defers_are_the_same_to_the_last_bit(joins: bool) -> None:
+    at_once, rounded_at_once = three_layers(joins)
+    deferred, rounded_before = three_layers(joins, later=DeferredGradients())
+    assert len(at_once) == len(deferred) == 2 * 5 + 4 and all(map(torch.equal, at_once, deferred))
+    assert rounded_before == rounded_at_once
 
 
 def test_weights_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,3 +287,42 @@ def test_flags_of_lora_that_cannot_be_planned_are_one_line(
     common = ["--model", "llama-1b", "--world_size", "2", "--hardware", "h100"]
     assert main(["plan", *common, *words]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_config_is_predicted_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ESTIMATE, "--world_size", "8", "--block_size", "2048", "--bf16"]
+    wide, narrow = (rows_of(capsys, *words, *more)[0] for more in ((), ("--fp8", "rowwise")))
+    assert narrow["step_seconds"]["compute"] < 0.95 * wide["step_seconds"]["compute"]
+    assert narrow["memory_gib"]["max"] != wide["memory_gib"]["max"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [*ESTIMATE, "--fp8", "rowwise"],
+            "DS410 --fp8 rowwise needs bf16, but this run computes in fp32; set bf16.enabled to true",
+        ),
+        (
+            [*ESTIMATE, "--bf16", "--fp8", "emulate"],
+            "--fp8 emulate is for trials, and its speed is not predicted: give",
+        ),
+        (
+            [*PLAN, "--precision", "fp8", "--use_peft", "--load_in_4bit"],
+            "--precision fp8 and --load_in_4bit exclude each other: remove one of them",
+        ),
+        (
+            [*PLAN, "--precision", "fp8", "--hardware", "mi300x"],
+            "--precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and AMD Instinct MI300X 192GB is",
+        ),
+        (
+            [*ESTIMATE, "--bf16", "--fp8", "rowwise", "--hardware", "a100-80gb"],
+            "--fp8 rowwise needs an NVIDIA GPU of compute capability 8.9 or more, and NVIDIA A100 SXM 80GB is none",
+        ),
+    ],
+)
+def test_fp8_is_predicted_only_where_a_run_has_it(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--world_size", "8"]) == 1
+    assert said in capsys.readouterr().err

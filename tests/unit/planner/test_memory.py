@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.parallel.pipeline.instructions import most_in_flight
+from harness.planner.lora import Lora, targets_of
 from harness.planner.memory import (
     LOSS_CHUNK,
     in_flight,
@@ -84,6 +85,21 @@ def test_codes_of_weights_in_fp8_are_kept_if_a_step_reads_them_again(strategy: S
         for precision in ("bf16", "fp8")
     )
     assert narrow - wide == bytes_each * 4 * 12 * 1024**2  # matrices of four layers
+
+
+def test_layers_in_fp8_keep_codes_of_their_inputs() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    dense = decoder_of({**sizes, "model_type": "llama", "num_hidden_layers": 1, "intermediate_size": 96}, "dense")
+    mixed = decoder_of(MOE, "mixtral")
+    adapters = Lora(rank=4, targets=targets_of(["all-linear"]))
+    for shape, inputs, lora in ((dense, 3 * 64 + 96, None), (mixed, 2 * 64, None), (dense, 0, adapters)):
+        wide, narrow = (
+            layer_activations(
+                Workload(shape=shape, sequence=16, precision=precision, lora=lora), Strategy(), shape.layers[0]
+            )
+            for precision in ("bf16", "fp8")
+        )
+        assert wide - narrow == 16 * inputs  # a byte less for each: of experts and adapters stay in bf16
 
 
 def test_a_layer_of_experts_keeps_the_tokens_that_are_sent_to_them() -> None:

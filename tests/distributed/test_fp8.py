@@ -1,0 +1,104 @@
+"""Training in fp8 on two stages, by every schedule, comes to the losses and gradient norms of one process.
+
+Layouts round alike, but not in the same places: a scale along tokens spans those of a rank's micro-batch, and partial
+sums of ranks are rounded to bf16. A layout that computed something else would be off by far more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import Trainer
+from tests.distributed.test_experts import FAMILIES as EXPERTS
+from tests.support.ranks import run_ranks
+from tests.support.training import BATCH, STEPS, Curve, Job, arguments_of, rows, tiny_model, worst
+
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
+
+LOSS, NORM = 2e-3, 3e-2
+
+
+@dataclass(frozen=True)
+class Fp8Job(Job):
+    """A job in bf16 and fp8, one sample in a micro-batch; `schedule`, `interval`: of the pipeline;
+    `resumed`: it is stopped after two steps and goes on from its checkpoint; `evaluated`: after each step."""
+
+    schedule: str = "1f1b"
+    interval: int = 0
+    resumed: bool = False
+    evaluated: bool = False
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        config = super().deepspeed_config()
+        config["pipeline"] |= {"schedule": self.schedule, "activation_checkpoint_interval": self.interval}
+        sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": BATCH // self.size("dp")}
+        return {**config, **sizes, "bf16": {"enabled": True}}
+
+    @property
+    def alone(self) -> Fp8Job:
+        """The same training in one process."""
+        return Fp8Job(self.model, "dp1z1", arguments=self.arguments)
+
+    @property
+    def name(self) -> str:
+        """What tells it from others."""
+        return f"{Path(self.model).name} {self.layout} {self.schedule} {self.interval} {self.config}"
+
+
+def train_in_fp8(jobs: list[Fp8Job], folder: str) -> list[Curve]:
+    """Loss and gradient norm of each step of each job; the loss of an evaluation at the end counts as a step."""
+    return [_train(job, f"{folder}/{index}") for index, job in enumerate(jobs)]
+
+
+def _train(job: Fp8Job, folder: str) -> Curve:
+    trainer = _trainer(job, folder)
+    curve = []
+    for step in range(STEPS):
+        if job.resumed and step == 2:
+            trainer.save_checkpoint()
+            trainer.close()
+            trainer = _trainer(job, folder, resume_from_checkpoint="auto")
+        record = trainer.training_step()
+        curve.append((record.loss, record.grad_norm or 0.0))
+        if job.evaluated:
+            trainer.evaluate()
+    curve.append((trainer.evaluate()["eval_loss"], 1.0))
+    trainer.close()
+    return curve
+
+
+def _trainer(job: Fp8Job, folder: str, **more: Any) -> Trainer:
+    arguments = arguments_of(job, folder, **{"fp8": "emulate", **more})
+    return Trainer(job.model, arguments, rows(), rows())
+
+
+def check(jobs: list[Fp8Job], ranks: int, folder: Path) -> None:
+    """Every job has the curve of one process."""
+    alone = {job.alone.name: job.alone for job in jobs}
+    one = run_ranks(1, train_in_fp8, [*alone.values()], str(folder / "one"), timeout_s=400)[0]
+    wanted = dict(zip(alone, one, strict=True))
+    found = run_ranks(ranks, train_in_fp8, jobs, str(folder / "ranks"), timeout_s=400)[0]
+    off = {job.name: worst(curve, wanted[job.alone.name]) for job, curve in zip(jobs, found, strict=True)}
+    assert {name: each for name, each in off.items() if each[0] > LOSS or each[1] > NORM} == {}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {name: tiny_model(folder / name, name, True) for name in ("llama", "gpt2")}
+    found["four"] = tiny_model(folder / "four", "llama", False, num_hidden_layers=4)
+    found["deepseek_v3"] = tiny_model(folder / "deepseek_v3", "deepseek_v3", False, **EXPERTS["deepseek_v3"])
+    return found
+
+
+def test_two_stages(models: dict[str, str], tmp_path: Path) -> None:
+    four = models["four"]
+    names = ("gpipe", "zero-bubble", "interleaved", "zero-bubble-v", "dualpipe-v")
+    jobs = [Fp8Job(four, "pp2z1", schedule=name, evaluated=True, resumed=name == "zero-bubble") for name in names]
+    jobs += [Fp8Job(models["llama"], "pp2z0", schedule="zero-bubble", interval=1)]
+    jobs += [Fp8Job(models["gpt2"], "pp2z1", schedule="zero-bubble"), Fp8Job(models["deepseek_v3"], "pp2z1")]
+    check(jobs, 2, tmp_path)
