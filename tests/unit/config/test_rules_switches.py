@@ -34,8 +34,11 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"torch_autocast": {"dtype": "bfloat16"}}, "torch_autocast is off"),
     ({"compile": {"backend": "eager"}}, "compile is off"),
     ({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}, **zero(1)}, "loss_scale fixes the scale"),
+    ({"pipeline": {"stages": 1, "schedule": "zero-bubble"}}, "pipeline.schedule has no effect: there is one stage"),
+    ({"pipeline": {"chunks_per_stage": 2}}, "pipeline.chunks_per_stage has no effect: there is one stage"),
 ]
 ACT: list[dict[str, Any]] = [
+    {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks_per_stage": 4}, "gradient_accumulation_steps": 8},
     zero(3, offload_optimizer={**NVME, "pipeline_read": True, "buffer_count": 8}) | {"aio": {"queue_depth": 4}},
     zero(2, offload_optimizer={**CPU, "buffer_count": 4, "pin_memory": True, "fast_init": False}),  # the defaults
     {"activation_checkpointing": {"number_checkpoints": 4, "contiguous_memory_optimization": True}},

@@ -102,6 +102,13 @@ NEEDS = (
         "ZeRO-3 always checks",
         "remove it",
     ),
+    Needs(
+        "/pipeline",
+        ("schedule", "chunks_per_stage"),
+        lambda view: view.target != "harness" or view.pp_size > 1,
+        "there is one stage",
+        "set pipeline.stages to 2 or more, or remove it",
+    ),
 )
 _ON = {"device": '"cpu"', "autotp_size": "2 or more"}
 """Switches that are not true when they are on -> an example of a value."""
@@ -113,8 +120,8 @@ _BY_ARGUMENT = ("/fp16", "/bf16", "/bfloat16", "/tensorboard", "/csv_monitor", "
 def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
     """A key has no effect because the key that it depends on is off.
 
-    Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, and of a dynamic
-    loss scale if the scale is fixed. DeepSpeed accepts them and does nothing. The switch is `enabled` in most sections;
+    Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, of a dynamic loss
+    scale if the scale is fixed, and of a pipeline with one stage. DeepSpeed accepts them and does nothing. The switch is `enabled` in most sections;
     it is `device` of an offload section, `autotp_size` of tensor_parallel, `deepcompile` of compile, and `type` of
     optimizer and scheduler. A section whose switch is given and off is off on purpose, and is not reported.
 
