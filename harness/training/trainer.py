@@ -254,7 +254,7 @@ class Trainer:
         self.control.should_training_stop = False
         if first_step >= state.max_steps:
             run.console.warn(
-                f"train(): all {state.max_steps} steps are done, so nothing is trained: to continue, make a Trainer "
+                f"train(): all {first_step} steps are done, so nothing is trained: to continue, make a Trainer "
                 "with a larger max_steps and resume_from_checkpoint; to start again, one with another output_dir"
             )
         rebalancer = None

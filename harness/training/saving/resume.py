@@ -104,7 +104,7 @@ def resume(run: Run, checkpoint: Path) -> None:
     if run.spec.samples is None:  # an evaluation
         return
     if progress.step >= run.spec.max_steps:
-        console.say(f"nothing left to train: {counted(run.spec.max_steps, 'step')} done")
+        console.say(f"nothing left to train: {counted(progress.step, 'step')} done, max_steps is {run.spec.max_steps}")
     now = hyperparameters(run.spec.args, run.spec.resolved, run.spec.max_steps, run.spec.user_optimizer)
     for line in changes(progress.hyperparameters, now):
         console.warn(line)
