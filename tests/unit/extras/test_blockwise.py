@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from harness.deepspeed.flat_tensors import FlatPartition, UpdatedTensor, WholeParameter
 from harness.deepspeed.optimizer_states import counters_of, make_state, template
 from harness.errors import UserError
+from harness.extras.blockwise import optimizer as blockwise
 from harness.extras.blockwise.optimizer import BlockwiseOptimizer
 from harness.optimizers import FLAGS, OPTIMIZERS
 from harness.parallel.tensor.shard import mark, share_of
@@ -38,8 +40,20 @@ STEPS, SAVED_AT = 4, 2
 
 
 @pytest.fixture(autouse=True)
-def _not_compiled() -> Iterator[None]:
-    """bitsandbytes compiles steps on a CPU. While a thread compiles, others run eagerly, which rounds otherwise."""
+def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks are threads here, but bitsandbytes is not thread-safe on a CPU: one of 100 calls rounds otherwise.
+
+    It compiles its steps, too, and while a thread compiles, others run eagerly, which rounds otherwise.
+    """
+    lock = threading.RLock()
+
+    def alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    for owner, name in ((BlockwiseOptimizer, "_by_library"), (BlockwiseOptimizer, "_update_cut")):
+        monkeypatch.setattr(owner, name, partialmethod(partial(alone, getattr(owner, name))))
+    monkeypatch.setattr(blockwise, "quantize_blockwise", partial(alone, blockwise.quantize_blockwise))
     with torch.compiler.set_stance("force_eager"):
         yield
 
