@@ -38,8 +38,8 @@ def by_schedule(name: str, schedule: str, **sections: Any) -> Job:
     return Job("tiny-llama", name, config={"pipeline": {"stages": 2, "schedule": schedule}, **sizes, **sections})
 
 
-TWO = [Job("tiny-llama", "pp1dp2tp1z3"), by_schedule("pp2dp1tp1z0", "dualpipe-v")]
-OTHERS = [Job("tiny-llama", "pp2dp1tp1z0")]
+TWO = [Job("tiny-llama", "pp1dp2tp1z3")]
+STAGES = [Job("tiny-llama", "pp2dp1tp1z0"), by_schedule("pp2dp1tp1z0", "dualpipe-v")]
 FOUR = [
     by_schedule("pp2dp1tp2z1", "zero-bubble-v", bf16={"enabled": True}),
     Job("tiny-gpt2", "pp2dp2tp1z1", config={"bf16": {"enabled": True}, "pipeline": {"stages": 2}}),
@@ -96,8 +96,8 @@ def predicted(job: Job, rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.filterwarnings("error:.*autograd kernel")  # a backward through what was sent
 @pytest.mark.parametrize(
     ("ranks", "jobs"),
-    [(2, TWO), *(pytest.param(*given, marks=pytest.mark.thorough) for given in ((2, OTHERS), (4, FOUR)))],
-    ids=["two", "by 1f1b", "four"],
+    [(2, TWO), *(pytest.param(*given, marks=pytest.mark.thorough) for given in ((2, STAGES), (4, FOUR)))],
+    ids=["two", "stages", "four"],
 )
 def test_it_counts_what_a_run_counts(ranks: int, jobs: list[Job], tmp_path: Path) -> None:
     real, linear = run_ranks(ranks, both, jobs, str(tmp_path)), torch.nn.functional.linear

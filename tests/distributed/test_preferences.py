@@ -113,11 +113,11 @@ def _trainer(job: PreferenceJob, output_dir: str, **more: Any) -> Trainer:
 FIRST = [
     PreferenceJob("", "dp2z3", adapters=True, then="pp2z1"),
     PreferenceJob("", "tp2z0", kind="orpo", config={"tiling": {"loss": 7}}),
-    PreferenceJob("", "cp2z0", kind="ipo", of={"beta": 0.5}),
-    PreferenceJob("", "dp2z3", kind="simpo", of={"beta": 2.0}, micro=2),
     PreferenceJob("", "dp2z1", kind="kto", of={"beta": 0.5, "undesirable": 0.5}, micro=2),
 ]
 OTHERS = [
+    PreferenceJob("", "cp2z0", kind="ipo", of={"beta": 0.5}),
+    PreferenceJob("", "dp2z3", kind="simpo", of={"beta": 2.0}, micro=2),
     PreferenceJob("", "dp2z1", of={"beta": 0.5, "smoothing": 0.2}, then="pp2z0"),
     PreferenceJob("", "pp2z0", kind="orpo", of={"beta": 0.3}, then="tp2z1"),
     PreferenceJob("", "dp2z1", kind="simpo", of={"beta": 2.0}, streamed=True, then="pp2z0"),
@@ -137,7 +137,7 @@ ON_FOUR = [
 @pytest.mark.parametrize(
     ("ranks", "jobs"),
     [
-        pytest.param(2, FIRST, id="each loss"),
+        pytest.param(2, FIRST, id="two ranks"),
         pytest.param(2, OTHERS, id="other layouts", marks=pytest.mark.thorough),
         pytest.param(4, ON_FOUR, id="four ranks", marks=pytest.mark.thorough),
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import read_documents
 from harness.data.on_disk.cache import Preparation
@@ -22,6 +24,7 @@ print(len(make_blocks(read_documents(sys.argv[1], sys.argv[2]), ByteTokenizer(),
 """
 
 
+@pytest.mark.thorough
 def test_another_process_finds_the_cache(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 100)
     make_blocks(read_documents(tmp_path / "a.txt", tmp_path), ByteTokenizer(), 8, Preparation(tmp_path))

@@ -164,6 +164,7 @@ def test_in_each_layout_streams_do_one_thing_at_a_time_and_send_what_is_reported
         assert sum(report["step_seconds"].values()) == pytest.approx(by_thread["compute"][-1][1] / 1e9, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_stages_with_several_chunks_wait_as_the_formula_says(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     device: dict[str, Any] = json.loads((HARDWARE / "h100.json").read_text())
     for link in (device["node"], device["network"]):
@@ -215,6 +216,7 @@ def test_a_stage_with_several_chunks_is_counted_chunk_by_chunk(
     assert code == 0 and "layers 0-1 and 4-5 (Prologue, 2 x LlamaDecoderLayer, Epilogue)" in out
 
 
+@pytest.mark.thorough
 def test_with_sequence_parallelism_a_layer_gathers_and_scatters_where_it_summed(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:

@@ -144,7 +144,8 @@ def _wait_for_three(run: Run) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("resource", [pytest.param("TrainJob", marks=pytest.mark.thorough), "JobSet"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("resource", ["TrainJob", "JobSet"])
 def test_pods_run_what_the_written_job_says(run: Run, resource: str, tmp_path: Path) -> None:
     """With the variables that Kubeflow's controller, or Kubernetes, sets; the first pod's name is its address here.
 

@@ -96,7 +96,7 @@ print("DONE", *said)
 """
 
 
-FIRST = ("harness.checking", "harness.context_parallel")  # asked for by all runs, and by another part
+FIRST = ("harness.checking",)  # asked for by all runs
 
 
 @pytest.mark.parametrize(

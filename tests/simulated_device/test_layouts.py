@@ -66,11 +66,11 @@ FIRST: Layouts = [
     ("pp2z1", schedule("zero-bubble-v")),
     ("tp2z1", {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}}),
     ("dp2z1", {}),
-    ("dp2z3", {**zero(3, offload_optimizer=CPU, offload_param=CPU), **ADAM}),
     ("cp2z1", {"context_parallel": {"size": 2}, **TILED}),
     ("dp2z3", BF16),
 ]
 OTHERS: Layouts = [
+    ("dp2z3", {**zero(3, offload_optimizer=CPU, offload_param=CPU), **ADAM}),
     ("pp2z0", MEASURED),
     ("tp2z0", SHARED),
     ("tp2z1", COMPILED),
