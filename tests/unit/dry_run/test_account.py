@@ -134,6 +134,7 @@ def test_from_zero_2_on_deepspeed_moves_no_more_than_when_this_was_counted(
     assert hooks < found.parts[HOST].seconds < hooks + 0.02
 
 
+@pytest.mark.thorough
 def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each(tmp_path: Path) -> None:
     counts = 2 * (2 * LAYERS + 1) * TOKENS * HIDDEN  # elements of the norms of two micro-batches
     beside_products = (parts.NORMS, parts.ELEMENTWISE, parts.ROTARY, parts.RESIDUALS)
@@ -208,6 +209,7 @@ def test_the_script_prints_what_programs_rely_on(tmp_path: Path) -> None:
     assert list(found["parts"]) == [*parts.PARTS, HOST]
 
 
+@pytest.mark.thorough
 def test_compressed_gradients_go_to_the_rank_that_sums_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_compression": {"bits": 8}, **zero(1)}))

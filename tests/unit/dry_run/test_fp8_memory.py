@@ -31,6 +31,7 @@ MODEL = {
 }
 
 
+@pytest.mark.thorough
 def test_activations_are_those_of_a_dry_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["LlamaForCausalLM"]}))
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}

@@ -41,7 +41,9 @@ TOKENS = 256
         pytest.param(["q_proj", "v_proj"], {}, 1, None, id="two layers", marks=pytest.mark.thorough),
         pytest.param(["all-linear"], {}, 1, False, id="4 bits", marks=pytest.mark.thorough),
         pytest.param(["all-linear"], {"pipeline": {"activation_checkpoint_interval": 1}}, 1, True, id="recomputed"),
-        pytest.param(["all-linear"], {"tensor_parallel": {"autotp_size": 2}}, 2, None, id="tensor"),
+        pytest.param(
+            ["all-linear"], {"tensor_parallel": {"autotp_size": 2}}, 2, None, id="tensor", marks=pytest.mark.thorough
+        ),
         pytest.param(
             ["all-linear"], {"zero_optimization": {"stage": 3}}, 2, None, id="ZeRO-3", marks=pytest.mark.thorough
         ),

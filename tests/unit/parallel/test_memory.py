@@ -32,6 +32,7 @@ def faults_of_the_second_block(device: str, variables: dict[str, str]) -> int:
     return int(os.read(read, 100))
 
 
+@pytest.mark.thorough
 def test_freed_memory_is_kept_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)

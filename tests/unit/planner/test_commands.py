@@ -219,6 +219,7 @@ def test_planning_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_model_that_the_planner_does_not_know_is_counted_or_said_to_be_a_guess(capsys, tmp_path, monkeypatch):
     """A doge names 16,384 experts that only some of its models have: read as they stand they are 3,000 GiB."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}

@@ -40,6 +40,7 @@ def strategies(asked: Task) -> list[Strategy]:
     return [one for one in candidates(asked) if isinstance(one, Strategy)]
 
 
+@pytest.mark.thorough
 def test_whole_experts_are_recommended_where_gathering_all_of_them_takes_longer() -> None:
     wide = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151936}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}

@@ -68,7 +68,7 @@ def steps_of(trainer: Trainer) -> list[dict[str, float]]:
     ("kind", "micro", "zero", "of"),
     [
         pytest.param("dpo", 2, 0, {"beta": 0.3, "smoothing": 0.1}, id="dpo"),
-        pytest.param("dpo", 1, 3, {}, id="dpo-zero3"),
+        pytest.param("dpo", 1, 3, {}, id="dpo-zero3", marks=pytest.mark.thorough),
         pytest.param("ipo", 4, 1, {"beta": 0.5}, id="ipo"),
         pytest.param("simpo", 2, 2, {"beta": 2.0, "gamma": 1.0}, id="simpo"),
         pytest.param("orpo", 1, 0, {"beta": 0.2}, id="orpo"),
