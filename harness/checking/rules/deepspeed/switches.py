@@ -121,9 +121,10 @@ def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
     """A key has no effect because the key that it depends on is off.
 
     Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, of a dynamic loss
-    scale if the scale is fixed, and of a pipeline with one stage. DeepSpeed accepts them and does nothing. The switch is `enabled` in most sections;
-    it is `device` of an offload section, `autotp_size` of tensor_parallel, `deepcompile` of compile, and `type` of
-    optimizer and scheduler. A section whose switch is given and off is off on purpose, and is not reported.
+    scale if the scale is fixed, and of a pipeline with one stage. DeepSpeed accepts them and does nothing. The switch
+    is `enabled` in most sections; it is `device` of an offload section, `autotp_size` of tensor_parallel, `deepcompile`
+    of compile, and `type` of optimizer and scheduler. A section whose switch is given and off is off on purpose, and is
+    not reported.
 
     Wrong: {"train_batch_size": 8, "flops_profiler": {"profile_step": 5}}
     Right: {"train_batch_size": 8, "flops_profiler": {"enabled": true, "profile_step": 5}}
