@@ -241,6 +241,15 @@ def test_what_differs_from_the_checkpoint_is_said_or_refused(
     assert "learning_rate: 0.05 in the checkpoint, 0.1 in this run" in said
     assert "was saved with another seed or other training data" in said
     other.close()
+    longer = make("longer")
+    step(longer)
+    step(longer)
+    saved = longer.save_checkpoint()
+    longer.close()
+    capsys.readouterr()
+    make("shorter", max_steps=1).train(saved)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nothing left to train: 2 steps done, max_steps is 1" in said and "train(): all 2 steps are done" in said
     with pytest.raises(UserError, match=r"train\(resume_from_checkpoint=True\): no whole checkpoint in .*empty"):
         make("empty").train(True)
     with pytest.raises(UserError, match="no whole checkpoint there"):

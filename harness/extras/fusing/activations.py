@@ -74,14 +74,18 @@ def fused_activation(module: nn.Module) -> Callable[..., Tensor] | None:
     return partial(_activated, found[0]) if found is not None and found[1] > 1 else None
 
 
+def reads_mode(method: Callable[..., object]) -> bool:
+    """Return whether a method asks if its module is in training: a trial in one mode says nothing of the other."""
+    return "training" in inspect.unwrap(method).__code__.co_names
+
+
 def _kind_of(module: nn.Module) -> _Kind | None:
     home = type(module).__module__
     if home.startswith("torch.") and home != nn.SiLU.__module__:
         return None
     if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())) or not takes(module, 1):
         return None
-    # A trial in one mode says nothing of the other, in which dropout is or is not there.
-    if "training" in inspect.unwrap(type(module).forward).__code__.co_names:
+    if reads_mode(type(module).forward):
         return None
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     texts = tuple((name, str(getattr(value, "__func__", value))) for name, value in settings.items())

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from harness.extras.fusing.activations import activation_of
+from harness.extras.fusing.activations import activation_of, reads_mode
 from harness.extras.fusing.gate_code import FUNCTIONS, rewritten
 from harness.extras.fusing.gates import FeedForward, GateOfOne, gate_plainly
 from harness.extras.fusing.kernels import Activation, Gate
@@ -77,10 +77,9 @@ class _Subject:
 
 def _by_trial(module: nn.Module, method: FunctionType, activations: Mapping[str, Activation]) -> Method | None:
     """Return what computes the same as a method of one tensor in one kernel; None if it is not a gate."""
-    read = method.__code__.co_names
-    # A trial in one mode says nothing of the other, in which dropout is or is not there.
-    if len(inspect.signature(method).parameters) != 2 or "training" in read:
+    if len(inspect.signature(method).parameters) != 2 or reads_mode(method):
         return None
+    read = method.__code__.co_names
     attributes = tuple(
         (name, value) for name, value in vars(module).items() if name in read and isinstance(value, PLAIN)
     )
