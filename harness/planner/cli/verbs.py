@@ -299,7 +299,7 @@ def _require_fp8(args: argparse.Namespace, hardware: Hardware, flag: str) -> Non
         raise UserError(f"{flag} and --load_in_4bit exclude each other: remove one of them")
     if "fp8" not in hardware.flops or hardware.name.startswith("AMD "):
         raise UserError(
-            f"{flag} needs an NVIDIA GPU of compute capability 8.9 or more, and {hardware.name} is none: remove "
+            f"{flag} needs an NVIDIA GPU of compute capability 8.9 or more, which {hardware.name} is not: remove "
             f"{flag}, or name another --hardware"
         )
 

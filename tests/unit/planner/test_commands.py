@@ -318,7 +318,7 @@ def test_a_config_is_predicted_in_fp8(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             [*ESTIMATE, "--bf16", "--fp8", "rowwise", "--hardware", "a100-80gb"],
-            "--fp8 rowwise needs an NVIDIA GPU of compute capability 8.9 or more, and NVIDIA A100 SXM 80GB is none",
+            "--fp8 rowwise needs an NVIDIA GPU of compute capability 8.9 or more, which NVIDIA A100 SXM 80GB is not",
         ),
     ],
 )
