@@ -314,7 +314,7 @@ def test_a_config_is_predicted_in_fp8(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             [*PLAN, "--precision", "fp8", "--hardware", "mi300x"],
-            "--precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and AMD Instinct MI300X 192GB is",
+            "--precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, which AMD Instinct MI300X 192GB",
         ),
         (
             [*ESTIMATE, "--bf16", "--fp8", "rowwise", "--hardware", "a100-80gb"],
