@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LARGEST = 10**7  # of any size
 DIGITS = re.compile(r"[+-]?[0-9]{1,20}")
 ActionT = TypeVar("ActionT", bound=argparse.Action)
+_CHOICES = {"fp8": FP8, "optim": tuple(FLAGS), "lr_scheduler_type": SCHEDULES}
 
 
 def integer(text: str) -> int:
@@ -234,9 +235,6 @@ class VerbParser(FlagParser):
                 continue
             kind = positive if name.endswith("_size") else partial(_as_in_a_run, name, hint)
             self.add_argument(f"--{name}", type=kind, help=text, choices=_CHOICES.get(name))
-
-
-_CHOICES = {"fp8": FP8, "optim": tuple(FLAGS), "lr_scheduler_type": SCHEDULES}
 
 
 def _as_in_a_run(name: str, hint: object, text: str) -> object:

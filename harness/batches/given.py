@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from typing_extensions import TypeIs
 
+SAMPLE_KEYS = frozenset(["input_ids", "labels", "text", "messages", "prompt", "completion"])
+TABLES = frozenset([("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")])
+"""(package, class) of each kind of table; compared by name, so that none of the packages must be imported."""
+
 
 def require_types(
     args: object, functions: Mapping[str, object], datasets: Mapping[str, object], tokenizer: object
@@ -39,9 +43,6 @@ def require_types(
             named = {f"{name}[{key!r}]": each for key, each in dataset.items()} or named  # evaluated one by one
         for each_name, each in named.items():
             require_dataset(each_name, each)
-
-
-SAMPLE_KEYS = frozenset(["input_ids", "labels", "text", "messages", "prompt", "completion"])
 
 
 def require_dataset(name: str, dataset: object) -> None:
@@ -72,10 +73,6 @@ def require_dataset(name: str, dataset: object) -> None:
 
 def _kind(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-TABLES = frozenset([("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")])
-"""(package, class) of each kind of table; compared by name, so that none of the packages must be imported."""
 
 
 def as_dataset(data: Any) -> Any:

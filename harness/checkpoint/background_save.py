@@ -51,6 +51,11 @@ from harness.topology.agreement import all_gather_object, broadcast_object
 
 # A cache line, and a multiple of every dtype's size in bytes, so that views of the buffer are valid.
 ALIGNMENT = 64
+T = TypeVar("T")
+
+Phases: TypeAlias = Generator[Callable[[], object], Any, list[Path]]
+"""Yields the calls of this rank's thread, one per phase; receives each result, and returns the folders to delete."""
+_NUMBERS = itertools.count()
 
 
 class KeptBuffer:
@@ -85,13 +90,6 @@ class KeptBuffer:
 def _fill(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
-
-
-T = TypeVar("T")
-
-Phases: TypeAlias = Generator[Callable[[], object], Any, list[Path]]
-"""Yields the calls of this rank's thread, one per phase; receives each result, and returns the folders to delete."""
-_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)

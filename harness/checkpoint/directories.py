@@ -34,6 +34,15 @@ CHUNK = 16 << 20  # bytes hashed at a time
 
 Files = dict[str, tuple[int, str]]
 """Size in bytes and XXH3 (128 bits, hexadecimal) of each file, by its path in the checkpoint."""
+NAME = re.compile(r"checkpoint-([0-9]+)")
+UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
+STATE = "state.json"
+MODEL = "model"  # name, without suffix, of the files of weights
+ADAPTERS = "adapter_model"
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+RESTARTS = "restarts.jsonl"  # one line for each fault that `ds-harness launch` saw
+RUN = "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +120,6 @@ def checksum(path: Path) -> str:
                 os.posix_fadvise(file.fileno(), at, CHUNK, os.POSIX_FADV_WILLNEED)
             total.update(memoryview(chunk)[:count])
     return total.hexdigest()
-
-
-NAME = re.compile(r"checkpoint-([0-9]+)")
-UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
-STATE = "state.json"
-MODEL = "model"  # name, without suffix, of the files of weights
-ADAPTERS = "adapter_model"
-METRICS = "metrics.jsonl"
-EVALUATIONS = "evaluations.jsonl"
-RESTARTS = "restarts.jsonl"  # one line for each fault that `ds-harness launch` saw
-RUN = "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)

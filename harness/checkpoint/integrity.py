@@ -37,6 +37,16 @@ from harness.errors import UserError
 
 MOST_A_STEP = 1 << 24  # samples in a global batch
 SEEN_S = 90.0  # an NFS client caches a folder's entries for up to 60 s (acdirmax)
+_WRITTEN_BY = {
+    "trainer_state.json": "a checkpoint of the HuggingFace Trainer",
+    "random_states_0.pkl": "a checkpoint of accelerate",
+    "zero_to_fp32.py": "a checkpoint of DeepSpeed",
+    "mp_rank_00_model_states.pt": "a checkpoint of DeepSpeed",
+    ".metadata": "a checkpoint of torch.distributed",
+    "adapter_config.json": "adapters of peft",
+    "config.json": "a model",
+}
+"""Name of a file -> the kind of a foreign directory that holds it; the first existing file counts."""
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -64,18 +74,6 @@ def damage(checkpoint: Path) -> str | None:
             (f"{file} is of step {step}" for file, step in steps.items() if step != int(name[1])), None
         )
     return wrong
-
-
-_WRITTEN_BY = {
-    "trainer_state.json": "a checkpoint of the HuggingFace Trainer",
-    "random_states_0.pkl": "a checkpoint of accelerate",
-    "zero_to_fp32.py": "a checkpoint of DeepSpeed",
-    "mp_rank_00_model_states.pt": "a checkpoint of DeepSpeed",
-    ".metadata": "a checkpoint of torch.distributed",
-    "adapter_config.json": "adapters of peft",
-    "config.json": "a model",
-}
-"""Name of a file -> the kind of a foreign directory that holds it; the first existing file counts."""
 
 
 def _not_ours(directory: Path) -> str | None:

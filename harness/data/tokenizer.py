@@ -44,6 +44,7 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+_WANTED = Wanted(flag="--tokenizer_name", files=TEXTS, is_whole=has_tokenizer, lacking="no tokenizer")
 
 
 class ByteTokenizer:
@@ -140,9 +141,6 @@ def tokenizer_name(name: str | None, model_dir: Path | None) -> str:
             f"there, or give their directory as --tokenizer_name ({BYTES}, if the model was trained on bytes)"
         )
     return os.fspath(model_dir)
-
-
-_WANTED = Wanted(flag="--tokenizer_name", files=TEXTS, is_whole=has_tokenizer, lacking="no tokenizer")
 
 
 def tokenizer_directory(name: str) -> str:

@@ -24,6 +24,11 @@ from torch.optim import Optimizer
 from harness.deepspeed.flat_tensors import EngineOptimizer, UpdatedTensor
 from harness.errors import UserError
 
+Counter: TypeAlias = Tensor | int | float
+"""A step counter or similar: a number or a tensor of one element."""
+_STORED_AS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
+"""States whose name in DeepSpeed differs from torch's; checkpoints use torch's name."""
+
 
 def sub_groups_on_nvme(optimizer: EngineOptimizer) -> list[int]:
     """Return the indices of the sub-groups on NVMe between steps; small ones stay in memory."""
@@ -79,10 +84,6 @@ def _swapped(optimizer: EngineOptimizer, index: int) -> list[Tensor]:
     flat: Tensor = optimizer.fp32_partitioned_groups_flat[index]
     kept = optimizer.optimizer.state.get(flat, {}).values()
     return [flat, *(value for value in kept if isinstance(value, Tensor) and value.dim() > 0)]
-
-
-Counter: TypeAlias = Tensor | int | float
-"""A step counter or similar: a number or a tensor of one element."""
 
 
 def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
@@ -148,10 +149,6 @@ def template(optimizer: EngineOptimizer, updated: UpdatedTensor) -> StateTemplat
         counters=counters,
         of_group={name: value for name, value in trial.items() if name not in group or name == "step"},
     )
-
-
-_STORED_AS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
-"""States whose name in DeepSpeed differs from torch's; checkpoints use torch's name."""
 
 
 def stored_names(optimizer: EngineOptimizer, template: StateTemplate) -> dict[str, str]:

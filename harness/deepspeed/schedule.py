@@ -34,6 +34,33 @@ from harness.topology.env import run_timeout
 
 Operands: TypeAlias = Mapping[str, int]
 """The arguments of an instruction: `buffer_id`, `micro_batch`, `chunk`; none for an instruction of the whole step."""
+OF_A_CHUNK = (
+    *("pipe_buffers", "num_pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer"),
+    *("first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache"),
+    *("pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache"),
+)
+"""Attributes of the engine that are saved and replaced for each chunk."""
+
+# Sends come first: they must complete before weights change. Tied weights come before the data-parallel reduction,
+# which must see their sums over stages.
+UPDATE = ("AwaitSends", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
+
+METHODS: Mapping[str, str] = {
+    "LoadMicroBatch": "_exec_load_micro_batch",
+    "ForwardPass": "_exec_forward_pass",
+    "BackwardPass": "_exec_backward_pass",
+    "InputGradients": "_exec_input_gradients",
+    "WeightGradients": "_exec_weight_gradients",
+    "SendActivation": "_exec_send_activations",
+    "RecvActivation": "_exec_recv_activations",
+    "SendGrad": "_exec_send_grads",
+    "RecvGrad": "_exec_recv_grads",
+    "AwaitSends": "_exec_await_sends",
+    "ReduceTiedGrads": "_exec_reduce_tied_grads",
+    "ReduceGrads": "_exec_reduce_grads",
+    "OptimizerStep": "_exec_optimizer_step",
+}
+"""Name of an instruction -> the engine's method that executes it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,14 +162,6 @@ def in_place_of_p2p(transfers: Transfers) -> Iterator[None]:
         p2p.send, p2p.recv = before
 
 
-OF_A_CHUNK = (
-    *("pipe_buffers", "num_pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer"),
-    *("first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache"),
-    *("pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache"),
-)
-"""Attributes of the engine that are saved and replaced for each chunk."""
-
-
 @dataclass(frozen=True)
 class StageProgram:
     """The instructions of one stage in a step.
@@ -187,28 +206,6 @@ class Schedule:
     evaluation: Callable[[int], StageProgram]
     deferred: Deferring
     defers: bool
-
-
-# Sends come first: they must complete before weights change. Tied weights come before the data-parallel reduction,
-# which must see their sums over stages.
-UPDATE = ("AwaitSends", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
-
-METHODS: Mapping[str, str] = {
-    "LoadMicroBatch": "_exec_load_micro_batch",
-    "ForwardPass": "_exec_forward_pass",
-    "BackwardPass": "_exec_backward_pass",
-    "InputGradients": "_exec_input_gradients",
-    "WeightGradients": "_exec_weight_gradients",
-    "SendActivation": "_exec_send_activations",
-    "RecvActivation": "_exec_recv_activations",
-    "SendGrad": "_exec_send_grads",
-    "RecvGrad": "_exec_recv_grads",
-    "AwaitSends": "_exec_await_sends",
-    "ReduceTiedGrads": "_exec_reduce_tied_grads",
-    "ReduceGrads": "_exec_reduce_grads",
-    "OptimizerStep": "_exec_optimizer_step",
-}
-"""Name of an instruction -> the engine's method that executes it."""
 
 
 class ScheduledEngine(PipelineEngine):

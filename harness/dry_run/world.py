@@ -27,6 +27,7 @@ from harness.topology.env import LaunchEnv, inherited, replace_environment
 
 ALL_OF = (torch.ops.aten.all.default, torch.ops.aten.all.dim)
 KNOWN_ELEMENTS = 256  # tensors up to this size keep their values: received shapes, weights of losses (torch's limit: 1)
+_DEEPCOPY: Any = Tensor.__deepcopy__
 
 
 @contextmanager
@@ -82,9 +83,6 @@ def _address(tensor: Tensor) -> int:
     """Return an address for a tensor without memory: different ones for tensors that share none, as on a device."""
     storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch has no public name for it
     return storage + int(tensor.storage_offset()) * tensor.element_size()
-
-
-_DEEPCOPY: Any = Tensor.__deepcopy__
 
 
 def _copy(tensor: Tensor, memo: object) -> Tensor:

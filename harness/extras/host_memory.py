@@ -25,6 +25,12 @@ from harness.extras.peers import Peers, meet
 
 Piece = list[tuple[int, range]]
 """The elements of a part that fit into one buffer: for each tensor, its index and a range within its part."""
+PIECE_BYTES = 1 << 22
+"""Chunk size in bytes. At half of it, synchronisation costs 10% of the time."""
+_WHOLE_BYTES = 1 << 16
+"""Up to this many bytes each rank sums the whole tensor by itself: a second synchronisation would take longer."""
+Operation = Callable[..., Tensor]
+Combine = Callable[[list[Tensor], Tensor], None]
 
 
 class EqualShares:
@@ -77,14 +83,6 @@ class EqualShares:
 def width(piece: Piece) -> int:
     """Return the number of elements in a piece."""
     return sum(len(run) for _, run in piece)
-
-
-PIECE_BYTES = 1 << 22
-"""Chunk size in bytes. At half of it, synchronisation costs 10% of the time."""
-_WHOLE_BYTES = 1 << 16
-"""Up to this many bytes each rank sums the whole tensor by itself: a second synchronisation would take longer."""
-Operation = Callable[..., Tensor]
-Combine = Callable[[list[Tensor], Tensor], None]
 
 
 class Started(NamedTuple):

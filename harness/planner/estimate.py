@@ -20,6 +20,9 @@ from harness.planner.step import StepSeconds, step_seconds, strategy_stages
 from harness.planner.workload import ELEMENT_BYTES, Offload, Strategy, Workload
 from harness.schedules import SCHEDULES
 
+MASTER_IN_BF16, STATES_IN_BF16 = "bf16/bf16_master_weights_and_grads", "bf16/bf16_optimizer_states"
+MASTER_IN_FP16 = "fp16/fp16_master_weights_and_grads"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -276,10 +279,6 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         chunks=1 if resolved.chunks.folded else resolved.chunks.per_stage,
     )
     return workload, strategy
-
-
-MASTER_IN_BF16, STATES_IN_BF16 = "bf16/bf16_master_weights_and_grads", "bf16/bf16_optimizer_states"
-MASTER_IN_FP16 = "fp16/fp16_master_weights_and_grads"
 
 
 def has_flat_sums(workload: Workload, zero_stage: int, offload: Offload) -> bool:

@@ -30,6 +30,47 @@ ALIGNED, UNALIGNED_RATE = 8, 0.3
 IN_CACHE = 32 * 2**20  # of a matrix that is read twice; the last cache of a GPU with fp8 has at least 48 MB
 PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
+# Operations that a host issues for a layer's forward, counted on a decoder of transformers. Backward issues twice as
+# many: one gradient for each input. Issuing a collective takes as long as a few operations.
+OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
+EXCHANGE_OPERATIONS = 30  # to sort a layer's tokens by expert, send them, and put the outputs in their places
+# Python's time on a host, in operations: the harness and its engine around a layer (forward and backward); an
+# all-reduce within a layer, with its autograd function; a layer's recomputation, without its forward; ZeRO-3's hooks on
+# a layer's modules (both); a micro-batch, without its layers (both); and a layer's part in an update.
+HOST_LAYER, HOST_COLLECTIVE, HOST_RECOMPUTED, HOST_ZERO_3, HOST_MICRO_BATCH, HOST_UPDATE = 50, 23, 185, 900, 420, 70
+# Memory traffic of a forward in elements per output element: as one kernel each (FUSED), or as the single operations of
+# a model's Python code (PLAIN). Backward moves twice as much: it reads inputs and gradients.
+FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2}
+PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
+# The same on a GPU in 16 bits, of models of transformers: bytes of an element, and kernels, each forward and backward,
+# as traced by scripts/bench/account.py. "inputs" adds up the gradients of an input that several matrices read.
+NARROW = {
+    "norm": ((36, 92), (8, 16)),  # computed in fp32
+    "residual": ((6, 6), (1, 1)),
+    "inputs": ((0, 6), (0, 1)),
+    "gate": ((10, 18), (2, 3)),
+    "activation": ((8, 16), (2, 2)),
+    "rotation": ((20, 26), (10, 14)),
+}
+# The same of kernels that compute each as one, and of layers as torch.compile fuses them.
+AS_ONE = {**NARROW, "norm": ((4, 8), (1, 2)), "gate": ((6, 10), (1, 1)), "rotation": ((4, 8), (1, 1))}
+AS_ONE["activation"] = ((4, 6), (1, 1))
+COMPILED = {
+    **NARROW,
+    "norm": ((8, 16), (1, 3)),
+    "gate": ((9, 17), (2, 3)),
+    "activation": ((6, 10), (2, 2)),
+    "rotation": ((6, 9), (4, 4)),
+}
+BY_KERNELS = {"single": NARROW, "fused": AS_ONE, "compiled": COMPILED}
+# A norm in 16 bits, whose Python code computes in fp32, moves per element 6 bytes to widen, 8 to square, 4 to average,
+# 8 to scale, 6 to narrow, and 4 to multiply by its weight.
+NARROW_NORM_BYTES = 36
+# The same for norms and rotations of harness/extras/fusing/fused.py on a CPU.
+FEWER = {"norm": 5, "rotation": 5}
+# Rate of attention's backward kernel relative to its forward kernel (Dao 2023, section 4.1: 63% and 73% of the peak).
+BACKWARD_RATE = 63 / 73
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -92,16 +133,6 @@ def product(
 # two ranks).
 
 
-# Operations that a host issues for a layer's forward, counted on a decoder of transformers. Backward issues twice as
-# many: one gradient for each input. Issuing a collective takes as long as a few operations.
-OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
-EXCHANGE_OPERATIONS = 30  # to sort a layer's tokens by expert, send them, and put the outputs in their places
-# Python's time on a host, in operations: the harness and its engine around a layer (forward and backward); an
-# all-reduce within a layer, with its autograd function; a layer's recomputation, without its forward; ZeRO-3's hooks on
-# a layer's modules (both); a micro-batch, without its layers (both); and a layer's part in an update.
-HOST_LAYER, HOST_COLLECTIVE, HOST_RECOMPUTED, HOST_ZERO_3, HOST_MICRO_BATCH, HOST_UPDATE = 50, 23, 185, 900, 420, 70
-
-
 def with_issue(
     hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, device: Seconds
 ) -> Seconds:
@@ -148,38 +179,6 @@ def update_issue(hardware: Hardware, layers: int) -> float:
     return HOST_UPDATE * layers * hardware.dispatch_seconds if hardware.is_host else 0.0
 
 
-# Memory traffic of a forward in elements per output element: as one kernel each (FUSED), or as the single operations of
-# a model's Python code (PLAIN). Backward moves twice as much: it reads inputs and gradients.
-FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2}
-PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
-# The same on a GPU in 16 bits, of models of transformers: bytes of an element, and kernels, each forward and backward,
-# as traced by scripts/bench/account.py. "inputs" adds up the gradients of an input that several matrices read.
-NARROW = {
-    "norm": ((36, 92), (8, 16)),  # computed in fp32
-    "residual": ((6, 6), (1, 1)),
-    "inputs": ((0, 6), (0, 1)),
-    "gate": ((10, 18), (2, 3)),
-    "activation": ((8, 16), (2, 2)),
-    "rotation": ((20, 26), (10, 14)),
-}
-# The same of kernels that compute each as one, and of layers as torch.compile fuses them.
-AS_ONE = {**NARROW, "norm": ((4, 8), (1, 2)), "gate": ((6, 10), (1, 1)), "rotation": ((4, 8), (1, 1))}
-AS_ONE["activation"] = ((4, 6), (1, 1))
-COMPILED = {
-    **NARROW,
-    "norm": ((8, 16), (1, 3)),
-    "gate": ((9, 17), (2, 3)),
-    "activation": ((6, 10), (2, 2)),
-    "rotation": ((6, 9), (4, 4)),
-}
-BY_KERNELS = {"single": NARROW, "fused": AS_ONE, "compiled": COMPILED}
-# A norm in 16 bits, whose Python code computes in fp32, moves per element 6 bytes to widen, 8 to square, 4 to average,
-# 8 to scale, 6 to narrow, and 4 to multiply by its weight.
-NARROW_NORM_BYTES = 36
-# The same for norms and rotations of harness/extras/fusing/fused.py on a CPU.
-FEWER = {"norm": 5, "rotation": 5}
-# Rate of attention's backward kernel relative to its forward kernel (Dao 2023, section 4.1: 63% and 73% of the peak).
-BACKWARD_RATE = 63 / 73
 # Memory traffic of each logit in bytes, besides the product that writes it. The harness's kernels for GPUs read each
 # logit once, and read and write it once. Without them its loss computes exponentials in forward and backward, a part
 # of the logits at a time: each widens to fp32, subtracts the maximum, exponentiates, sums or scales, and narrows.

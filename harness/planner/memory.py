@@ -24,6 +24,10 @@ LOSS_CHUNK, LOSS_CHUNK_ON_CPU = 2**23, 2**18
 # of one NCCL communicator: 24 channels (assumed), each with the buffers of three protocols (NCCL, src/init.cc,
 # computeBuffSizes)
 COMMUNICATOR = 24 * (4_194_304 + 524_288 + 4_915_200)
+FLAT_BUCKET = 5e8  # gradients in a bucket, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+GATHERED = 5e8  # parameters kept after a forward: the backward reuses them within stage3_max_reuse_distance
+SUB_GROUP = 1e9  # elements that ZeRO-3 steps on at once, DeepSpeed's sub_group_size
+SHARED_PIECE = 2**22  # bytes; each rank of a host maps twice that (harness/extras/host_memory.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,12 +415,6 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
 # counted as DeepSpeed 0.19.8 allocates: runtime/engine.py (`allreduce_bucket`), zero/stage_1_and_2.py
 # (`copy_grads_in_partition`, `get_flat_partition`, `step`), zero/stage3.py (`_prepare_fp32_grad_for_sub_group`),
 # zero/partitioned_param_coordinator.py (`__params_to_release`).
-
-
-FLAT_BUCKET = 5e8  # gradients in a bucket, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
-GATHERED = 5e8  # parameters kept after a forward: the backward reuses them within stage3_max_reuse_distance
-SUB_GROUP = 1e9  # elements that ZeRO-3 steps on at once, DeepSpeed's sub_group_size
-SHARED_PIECE = 2**22  # bytes; each rank of a host maps twice that (harness/extras/host_memory.py)
 
 
 @dataclass(frozen=True, kw_only=True)

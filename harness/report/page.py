@@ -25,6 +25,7 @@ from harness.wording import counted
 
 LEFT_OUT = ("/arguments/output_dir", "/arguments/overwrite_output_dir")  # differ in any two runs
 AXES = {"pipeline": "pp", "tensor": "tp", "data": "dp", "context": "cp"}
+PARTS = Path(__file__).parent / "parts"
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,6 @@ def _flat(value: object, at: str = "") -> Iterator[tuple[str, object]]:
             yield from _flat(item, f"{at}/{name}")
     else:
         yield at, value
-
-
-PARTS = Path(__file__).parent / "parts"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ SHOWN = {
     "tokens_per_second": "tokens/s",
 }
 """Key in `metrics.jsonl` -> title of its curve."""
+MOST_RANKS = 64  # in the chart of a step; more rows could not be told apart
+TITLES = {"wait": "waits for another stage", "step": "optimizer step", "data": "reads data"}
+OF_PASSES = ("forward", "recompute", "backward")
+GIB, MIB = 2**30, 2**20
 
 
 def curves(runs: Sequence[RunFiles]) -> list[LineChart]:
@@ -206,12 +210,6 @@ def _numbers(values: object) -> Sequence[int]:
     """Return `values` if they are a list of counts, else an empty sequence."""
     is_list = isinstance(values, list) and all(isinstance(each, int) and 0 <= each < 2**63 for each in values)
     return values if isinstance(values, list) and is_list else ()
-
-
-MOST_RANKS = 64  # in the chart of a step; more rows could not be told apart
-TITLES = {"wait": "waits for another stage", "step": "optimizer step", "data": "reads data"}
-OF_PASSES = ("forward", "recompute", "backward")
-GIB, MIB = 2**30, 2**20
 
 
 def step_charts(run: RunFiles, predicted: Sequence[Mapping[str, float]] = ()) -> list[BarChart]:

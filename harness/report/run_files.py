@@ -19,6 +19,8 @@ from harness.planner.hardware import GIB, Hardware
 from harness.planner.model_config import decoder_of
 from harness.report.profile.record import StepProfile, read_steps
 
+MOST_OFF = 0.03  # relative error of the planner's parameter count above which it has misread the model
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
@@ -127,9 +129,6 @@ def _by_step(path: Path) -> Iterator[JsonObject]:
 
 def _object(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
-
-
-MOST_OFF = 0.03  # relative error of the planner's parameter count above which it has misread the model
 
 
 def predict_run(run: RunFiles, hardware: Hardware) -> Estimate | None:

@@ -37,6 +37,7 @@ this command on each, with the same --rdzv_endpoint, as torchrun; or once, with 
 
 Signals go to the ranks: they save and stop, and the exit code is 128 + the signal's number. With --max_restarts a run
 that fails goes on from its newest checkpoint, on the hosts that answer, with the same global batch."""
+_TYPES = {int: integer, str: str}
 
 
 def _flag(kind: type, default: T, metavar: str, what: str, *names: str) -> T:
@@ -99,7 +100,6 @@ class Options:
         return int(least), int(most or least)
 
 
-_TYPES = {int: integer, str: str}
 BY_STARTER = {  # flags with a value which a launch that starts others by ssh or srun applies itself
     name
     for each in fields(Options)

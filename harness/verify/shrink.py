@@ -23,6 +23,12 @@ from typing import TypeGuard
 from harness.config.values.json_object import JsonObject
 
 Fields = JsonObject
+HEAD_SIZE = 16
+HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim")
+FIRST_ID = 4  # ids below may mean something: padding, an image
+HEAD_KINDS = ("heads", "linear_heads")
+LEAST_HEADS, MOST_HEADS = 4, 16
+LEAST_LAYERS, MOST_LAYERS = 4, 8
 
 
 def read_table() -> Fields:
@@ -63,12 +69,6 @@ def overrides_in(part: Fields) -> list[Fields]:
 def is_size(value: object) -> TypeGuard[int]:
     """Return whether a field's value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-HEAD_SIZE = 16
-HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim")
-FIRST_ID = 4  # ids below may mean something: padding, an image
-HEAD_KINDS = ("heads", "linear_heads")
 
 
 def shrink_fields(fields: Fields, table: Fields, tensor: int = 1) -> Fields:
@@ -253,9 +253,6 @@ def _shorter_factors(value: object, length: int) -> object:
     return value[:length] if isinstance(value, list) else value
 
 
-LEAST_HEADS, MOST_HEADS = 4, 16
-
-
 def fewer_heads(counts: Collection[int], tensor: int) -> dict[int, int]:
     """Return number of heads -> tiny number of heads; all are divided by the same number, which keeps their ratios.
 
@@ -301,9 +298,6 @@ def _alike(fewer: tuple[int, int], before: tuple[int, int], tensor: int) -> bool
     """Return whether tiny head counts divide each other, and split over ranks, as the original counts do."""
     divides = fewer[1] % fewer[0] == 0, before[1] % before[0] == 0
     return divides[0] == divides[1] and _sharing(fewer[0], tensor) == _sharing(before[0], tensor)
-
-
-LEAST_LAYERS, MOST_LAYERS = 4, 8
 
 
 def keep_some_layers(part: Fields, table: Fields) -> None:

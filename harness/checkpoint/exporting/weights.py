@@ -42,6 +42,8 @@ from harness.topology.agreement import all_gather_object
 from harness.topology.groups import Groups
 
 MANY = 100_000  # values; with fewer, it is not worth a call to return freed memory to the system
+STEM = "adapter_model"
+FILE = f"{STEM}.safetensors"
 
 
 def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
@@ -252,10 +254,6 @@ def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:
 
 def _index(part: Box, box: Box) -> tuple[slice, ...]:
     return tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(part, box, strict=True))
-
-
-STEM = "adapter_model"
-FILE = f"{STEM}.safetensors"
 
 
 def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str]) -> None:

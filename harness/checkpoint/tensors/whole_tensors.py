@@ -39,6 +39,11 @@ from harness.topology.groups import Groups
 from harness.topology.hosts import host_id
 from harness.topology.layout import Axis, Coordinate
 
+PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
+"""The axes along which regions are passed on from rank 0, in this order."""
+FILE_BYTES = 5 * 10**9  # largest file of a checkpoint, so that many ranks can share the verification
+AHEAD_BYTES = 64 << 20  # bytes of read-ahead
+
 
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:
     """Raise UserError on all ranks unless the ranks of each stage own each value of its tensors exactly once.
@@ -61,10 +66,6 @@ def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> No
     own = wrong and f"{wrong[0].name}: the ranks would save {wrong[1]:,} of its {prod(wrong[0].full_shape):,} values"
     if found := next(filter(None, all_gather_object(own)), None):
         raise UserError(f"no checkpoint can be saved in this layout: {found}; please report it")
-
-
-PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
-"""The axes along which regions are passed on from rank 0, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +133,6 @@ def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
     """
     later = PASSED_ALONG[PASSED_ALONG.index(axis) + 1 :]
     return all(coordinate.along(other) == 0 for other in later)
-
-
-FILE_BYTES = 5 * 10**9  # largest file of a checkpoint, so that many ranks can share the verification
-AHEAD_BYTES = 64 << 20  # bytes of read-ahead
 
 
 @dataclass(frozen=True, kw_only=True)

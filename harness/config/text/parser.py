@@ -24,6 +24,11 @@ _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n":
 _LITERALS = {"true": True, "false": False, "null": None}
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MULTI_QUOTE = "'''"
+_TOKEN = re.compile(
+    r"'{3}.*?'{3}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|#[^\n]*|//[^\n]*|/\*.*?\*/|[{}\[\]]|\n[ \t]*",
+    re.DOTALL,
+)
+_CLOSERS = {"{": "}", "[": "]"}
 
 
 class TextError(ValueError):
@@ -299,13 +304,6 @@ def parse(text: str) -> Parsed:
         if missing is not None and _reads_on(text, missing, error.offset):
             raise _never_closed(missing) from error
         raise
-
-
-_TOKEN = re.compile(
-    r"'{3}.*?'{3}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|#[^\n]*|//[^\n]*|/\*.*?\*/|[{}\[\]]|\n[ \t]*",
-    re.DOTALL,
-)
-_CLOSERS = {"{": "}", "[": "]"}
 
 
 @dataclass

@@ -31,6 +31,7 @@ from harness.training.prepare.stages import stage_costs, stage_lines
 from harness.training.saving.checkpoints import progress_of
 
 COMPUTING = ("ForwardPass", "BackwardPass", "InputGradients", "WeightGradients")
+MIN_GAIN = 0.05  # share of a step: less may be noise, and a move takes as long as several steps
 
 
 @dataclass
@@ -85,9 +86,6 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
 def _on_host(held: LocalShard) -> LocalShard:
     """Return the shard with a copy of its values in host memory, which outlives the engine."""
     return replace(held, values=held.values.to("cpu", copy=True), updated=None)
-
-
-MIN_GAIN = 0.05  # share of a step: less may be noise, and a move takes as long as several steps
 
 
 @dataclass

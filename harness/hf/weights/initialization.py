@@ -32,6 +32,28 @@ from harness.parallel.generators import own_generators, own_torch_generators
 from harness.parallel.values import Keyword, Operation, Positional
 
 SMALL = 1 << 18  # parameters up to this number of elements may get the constructor's values
+PIECE_BYTES = 4 << 20  # largest piece drawn at a time
+
+aten = torch.ops.aten
+
+# Operations that set or change each value independently, so that they can be applied to a part of a tensor.
+_ELEMENTWISE = {
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.copy_.default,
+    aten.add_.Tensor,
+    aten.sub_.Tensor,
+    aten.mul_.Tensor,
+    aten.div_.Tensor,
+    aten.clamp_.default,
+    aten.erfinv_.default,
+}
+
+# Functions of `torch.nn.init` that do nothing on meta -> whether they draw each value independently.
+_NOT_ON_META = {"trunc_normal_": True, "orthogonal_": False, "sparse_": False, "dirac_": False}
 
 
 def mark_unfilled(tensors: Iterable[Tensor]) -> None:
@@ -69,30 +91,6 @@ def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-PIECE_BYTES = 4 << 20  # largest piece drawn at a time
-
-aten = torch.ops.aten
-
-# Operations that set or change each value independently, so that they can be applied to a part of a tensor.
-_ELEMENTWISE = {
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.copy_.default,
-    aten.add_.Tensor,
-    aten.sub_.Tensor,
-    aten.mul_.Tensor,
-    aten.div_.Tensor,
-    aten.clamp_.default,
-    aten.erfinv_.default,
-}
-
-# Functions of `torch.nn.init` that do nothing on meta -> whether they draw each value independently.
-_NOT_ON_META = {"trunc_normal_": True, "orthogonal_": False, "sparse_": False, "dirac_": False}
 
 
 @dataclass(frozen=True)

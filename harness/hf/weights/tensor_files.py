@@ -33,6 +33,30 @@ from harness.parallel.host import staging
 BLOCK_BYTES = 4 << 20  # most bytes that are mapped at once, or read into temporary memory
 TOO_SHORT = "ends too early: was it changed while being read?"
 GAP_BYTES = 4 << 10  # if parts of rows are read, gaps up to this size are read too: a page or less
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+# First bytes of files: a Git LFS pointer, and torch's formats since and before 1.6.
+POINTER = b"version "
+ZIP = b"PK\x03\x04"
+PICKLE = b"\x80\x02"
+
+SAMPLES = 64  # blocks of a file that hosts compare
+SAMPLE_BYTES = 4 << 10
+
+# In bytes: the format's own limit, so that no file makes a reader parse gigabytes.
+LONGEST_HEADER = 100_000_000
 
 
 class OpenFile:
@@ -184,32 +208,6 @@ class Stored:
             for start in range(0, len(into), rows):
                 part = into[start : start + rows]
                 self._run(part if rows > 1 else part[0], at + start * row)
-
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-
-# First bytes of files: a Git LFS pointer, and torch's formats since and before 1.6.
-POINTER = b"version "
-ZIP = b"PK\x03\x04"
-PICKLE = b"\x80\x02"
-
-SAMPLES = 64  # blocks of a file that hosts compare
-SAMPLE_BYTES = 4 << 10
-
-# In bytes: the format's own limit, so that no file makes a reader parse gigabytes.
-LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

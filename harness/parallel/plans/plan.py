@@ -42,6 +42,36 @@ from harness.errors import UserError
 
 _PARTS = ("styles", "attributes", "inputs", "experts")
 WORDS = frozenset({"divide", "share"})
+STYLES = frozenset(
+    {
+        "colwise",
+        "rowwise",
+        "colwise_gather_output",
+        "rowwise_split_input",
+        "rowwise_split_output",
+        "packed_colwise",
+        "packed_rowwise",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "moe_tp_experts",
+        "moe_identity_expert",
+        "mla_kv_a_proj",
+        "all_reduce",
+        "local_params",
+        "replicated_with_grad_allreduce",
+        "replicate",
+        # ours, for plan files
+        "shared_colwise",
+        "rowwise_to_split",
+        "gather_input",
+        "copy_input",
+        "divided",
+        "segmented_colwise",
+        "grouped_norm",
+    }
+)
+_FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+ADVICE = "set tensor_parallel.autotp_size to 1"
 
 
 def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
@@ -81,38 +111,6 @@ def _require_words(name: str, words: dict[str, str]) -> None:
             raise ValueError(
                 f"{name}: attribute {attribute} is {word!r}: use {' or '.join(sorted(WORDS))}, or a sum of products"
             )
-
-
-STYLES = frozenset(
-    {
-        "colwise",
-        "rowwise",
-        "colwise_gather_output",
-        "rowwise_split_input",
-        "rowwise_split_output",
-        "packed_colwise",
-        "packed_rowwise",
-        "embedding_rowwise",
-        "embedding_colwise",
-        "moe_tp_experts",
-        "moe_identity_expert",
-        "mla_kv_a_proj",
-        "all_reduce",
-        "local_params",
-        "replicated_with_grad_allreduce",
-        "replicate",
-        # ours, for plan files
-        "shared_colwise",
-        "rowwise_to_split",
-        "gather_input",
-        "copy_input",
-        "divided",
-        "segmented_colwise",
-        "grouped_norm",
-    }
-)
-_FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-ADVICE = "set tensor_parallel.autotp_size to 1"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,9 @@ PEERS = {
 
 Answer: TypeAlias = tuple[RankProfile, Span]
 """The other side of a message: the rank, and its instruction."""
+MICRO = 1e6  # the unit of time is a microsecond
+TRACKS = ("instructions", "layers")
+BETWEEN_STEPS_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -124,11 +127,6 @@ def with_gaps(spans: Sequence[Span], start: float, end: float) -> Iterator[Span]
 # Profiled steps as Chrome's trace events, which ui.perfetto.dev and chrome://tracing show.
 #
 # Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, section "JSON Object Format".
-
-
-MICRO = 1e6  # the unit of time is a microsecond
-TRACKS = ("instructions", "layers")
-BETWEEN_STEPS_S = 0.01
 
 
 def trace(profiles: Sequence[StepProfile]) -> JsonObject:

@@ -26,6 +26,7 @@ POLL_S = 0.1  # interval of checks of the launcher
 SAME_S = 0.2  # signals within this time of the first count as one
 # DeepSpeed's launcher may send its own SIGTERM this late after a signal to the whole process group.
 FORWARDED_S = 2.0
+_OF_THREAD = threading.local()  # `mask`: signals that the thread blocked before it began to fork
 
 
 class Stopped(SystemExit):
@@ -209,9 +210,6 @@ def _active() -> SignalListener | None:
     """Return the open listener, or None. Its signal handler is a bound method, so no global variable is needed."""
     listener = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return listener if isinstance(listener, SignalListener) else None
-
-
-_OF_THREAD = threading.local()  # `mask`: signals that the thread blocked before it began to fork
 
 
 def _hold_back() -> None:

@@ -19,6 +19,15 @@ from harness.console import Console
 from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
 from harness.resilience.watch.diagnosis import Diagnosis, RankStatus
 
+COLLECTIVES = (
+    *("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives.py"),
+    *("/harness/extras/host_memory.py", "/harness/extras/peers.py"),
+)
+HANDLES = ("/deepspeed/", "/torch/cuda/", "/torch/accelerator/")
+WAITS = ("wait", "synchronize", "wait_stream")  # the functions in the folders of HANDLES that wait for other ranks
+FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize|to|copy_)\(|\b(bool|float|int)\(")
+"""A call, in a line of Python, that waits for the accelerator."""
+
 
 def announce(verdict: Diagnosis, statuses: Sequence[RankStatus], path: Path, console: Console) -> None:
     """Report a verdict: on stderr, at the top of the file of stacks, and to `ds-harness launch`.
@@ -54,16 +63,6 @@ def _append(path: Path, text: str) -> None:
             os.write(descriptor, text.encode())
         finally:
             os.close(descriptor)
-
-
-COLLECTIVES = (
-    *("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives.py"),
-    *("/harness/extras/host_memory.py", "/harness/extras/peers.py"),
-)
-HANDLES = ("/deepspeed/", "/torch/cuda/", "/torch/accelerator/")
-WAITS = ("wait", "synchronize", "wait_stream")  # the functions in the folders of HANDLES that wait for other ranks
-FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize|to|copy_)\(|\b(bool|float|int)\(")
-"""A call, in a line of Python, that waits for the accelerator."""
 
 
 class StackFrame(NamedTuple):

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
     from harness.training.engine.engine import Engine
 
+GIVEN: Mapping[str, Callable[[CallingTrainer], object]] = {
+    "trainer": lambda trainer: trainer,
+    "model": lambda trainer: trainer.model,
+    "processing_class": lambda trainer: trainer.processing_class,
+    "optimizer": lambda trainer: trainer.engine.deepspeed.optimizer,
+    "lr_scheduler": lambda trainer: trainer.engine.deepspeed.lr_scheduler,
+}
+"""Keyword argument of every callback -> its value, given the Trainer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -298,16 +307,6 @@ def take_out(callbacks: list[TrainerCallback], wanted: AnyCallback) -> TrainerCa
         if callback is wanted or (isinstance(wanted, type) and type(callback) is wanted):
             return callbacks.pop(index)
     return None
-
-
-GIVEN: Mapping[str, Callable[[CallingTrainer], object]] = {
-    "trainer": lambda trainer: trainer,
-    "model": lambda trainer: trainer.model,
-    "processing_class": lambda trainer: trainer.processing_class,
-    "optimizer": lambda trainer: trainer.engine.deepspeed.optimizer,
-    "lr_scheduler": lambda trainer: trainer.engine.deepspeed.lr_scheduler,
-}
-"""Keyword argument of every callback -> its value, given the Trainer."""
 
 
 def is_default(function: Callable[..., object]) -> bool:

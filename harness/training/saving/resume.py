@@ -26,6 +26,17 @@ from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.run import Run
 from harness.wording import counted
 
+OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+NAMES = {  # path in the JSON -> the argument for the same value
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.betas.0": "adam_beta1",
+    "optimizer.params.betas.1": "adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "gradient_clipping": "max_grad_norm",
+}
+SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_size")
+
 
 def load(run: Run, checkpoint: Path) -> TrainingProgress:
     """Restore engine, schedule, counters and the stream of samples from a checkpoint; all ranks call it."""
@@ -113,18 +124,6 @@ def resume(run: Run, checkpoint: Path) -> None:
             f"{checkpoint} was saved with another seed or other training data: "
             "the order of samples does not continue where it stopped"
         )
-
-
-OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-NAMES = {  # path in the JSON -> the argument for the same value
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.weight_decay": "weight_decay",
-    "optimizer.params.betas.0": "adam_beta1",
-    "optimizer.params.betas.1": "adam_beta2",
-    "optimizer.params.eps": "adam_epsilon",
-    "gradient_clipping": "max_grad_norm",
-}
-SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_size")
 
 
 def hyperparameters(

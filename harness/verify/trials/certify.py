@@ -73,6 +73,12 @@ TRIED = frozenset(
 )
 """Keys that are tried, or for which `reduce` itself says why they are not."""
 STEPS = 4
+AXES = {
+    "cp": "ranks that share a sequence",
+    "ep": "expert-parallel ranks",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,14 +227,6 @@ class Sizes:
         tp, groups = self.tp, self.ep // self.tp
         tp, groups = (tp // 2, groups) if axis == "tp" else (tp, groups // 2)
         return replace(self, tp=tp, ep=tp * groups)
-
-
-AXES = {
-    "cp": "ranks that share a sequence",
-    "ep": "expert-parallel ranks",
-    "tp": "tensor-parallel ranks",
-    "pp": "pipeline stages",
-}
 
 
 def tried_sizes(given: Sizes) -> list[Sizes]:

@@ -24,6 +24,8 @@ _KINDS = {
     "fp32": ("torch.float32", "fp32", "float32", "float"),
     "int8": ("torch.int8", "int8"),
 }
+_BF16_MASTERS = "bf16_master_weights_and_grads"
+_MODULES = "/torch_autocast/lower_precision_safe_modules"
 
 
 def _kind(name: object) -> str | None:
@@ -91,9 +93,6 @@ def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
                 deepspeed="refuses the config",
                 on_value=True,
             )
-
-
-_BF16_MASTERS = "bf16_master_weights_and_grads"
 
 
 @rule("DS404", "low-precision-masters-without-zero", Severity.ERROR, claim="refuses")
@@ -216,9 +215,6 @@ def fp16_without_zero(view: RunView) -> Iterator[Finding]:
         severity=None if tested else Severity.ERROR,
         deepspeed="clips by a norm that depends on the layout",
     )
-
-
-_MODULES = "/torch_autocast/lower_precision_safe_modules"
 
 
 @rule("DS408", "module-that-cannot-be-imported", Severity.ERROR, claim="engine")

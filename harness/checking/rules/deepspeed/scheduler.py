@@ -15,6 +15,9 @@ from harness.spelling import nearest
 from harness.wording import all_of, one_of
 
 TYPE, PARAMS = "/scheduler/type", "/scheduler/params"
+_PEAKS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr",
+          "LRRangeTest": "lr_range_test_min_lr"}  # fmt: skip
+"""DeepSpeed's schedules that set the learning rate themselves -> the parameter that says how high."""
 
 
 def _known(view: RunView) -> tuple[str | None, Signature | None]:
@@ -204,11 +207,6 @@ def schedule_of_a_metric(view: RunView) -> Iterator[Finding]:
             deepspeed="passes the global batch size where the schedule expects a metric",
             on_value=True,
         )
-
-
-_PEAKS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr",
-          "LRRangeTest": "lr_range_test_min_lr"}  # fmt: skip
-"""DeepSpeed's schedules that set the learning rate themselves -> the parameter that says how high."""
 
 
 @rule("DS818", "two-learning-rates", Severity.WARNING, claim="runs")

@@ -13,6 +13,10 @@ from harness.config.values.coercion import as_float
 from harness.config.values.pointers import AUTO, name_of
 
 ZERO = "/zero_optimization"
+_ON = {"device": '"cpu"', "autotp_size": "2 or more"}
+"""Switches that are not true when they are on -> an example of a value."""
+_BY_ARGUMENT = ("/fp16", "/bf16", "/bfloat16", "/tensorboard", "/csv_monitor", "/wandb", "/comet")
+"""Sections that an argument of a run of the harness turns on, such as --bf16 or --report_to."""
 
 
 def is_other(value: object, default: object) -> bool:
@@ -110,10 +114,6 @@ NEEDS = (
         "set pipeline.stages to 2 or more, or remove it",
     ),
 )
-_ON = {"device": '"cpu"', "autotp_size": "2 or more"}
-"""Switches that are not true when they are on -> an example of a value."""
-_BY_ARGUMENT = ("/fp16", "/bf16", "/bfloat16", "/tensorboard", "/csv_monitor", "/wandb", "/comet")
-"""Sections that an argument of a run of the harness turns on, such as --bf16 or --report_to."""
 
 
 @rule("DS110", "setting-without-its-switch", Severity.WARNING, claim="runs")
