@@ -42,7 +42,7 @@ from harness.extras.fp8.product import on_device
 from harness.extras.fusing import fusing
 from harness.extras.router_loss import router_capture
 from harness.hf.adapters import Adapters
-from harness.hf.layers.call import ASKS_FOR_VALUES
+from harness.hf.layers.dry_run import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.instructions import most_in_flight, most_kept

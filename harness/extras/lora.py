@@ -35,7 +35,7 @@ from harness.extras.dora import initial_magnitudes, own_magnitudes
 from harness.extras.lora_cut import adapters_removed, cut_with_adapters
 from harness.extras.quantized.base import Quantization, QuantizedWeights
 from harness.hf.adapters import NAME, PREFIX, plain_name, saved_name
-from harness.hf.layers.call import CANNOT_RUN
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.hf.layers.wrappers import Wrapper, is_wrapper, without_adapters
 from harness.hf.skeleton import ModelSource, forget_broken_ties, require_plain, skeleton_of
 from harness.hf.weights.layer_weights import ModelWeights, NoValues, WeightSource, fill_local
@@ -62,6 +62,8 @@ SUPPORTED = frozenset(
         "ensure_weight_tying",
     }
 )
+WHOLE = 1 << 18  # a tensor up to this number of elements is read whole
+BLOCKS, BLOCK = 8, 1 << 12  # of a larger one, this many blocks of this many elements are read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,10 +496,6 @@ class AdaptedWeights:
                 scratch.reset_lora_parameters(NAME, self.adaptation.config.init_lora_weights)
             tensors.update({f"{name}.{key}": value for key, value in scratch.named_parameters()})
         return tensors
-
-
-WHOLE = 1 << 18  # a tensor up to this number of elements is read whole
-BLOCKS, BLOCK = 8, 1 << 12  # of a larger one, this many blocks of this many elements are read
 
 
 def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str, str]:

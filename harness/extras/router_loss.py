@@ -21,7 +21,8 @@ from harness.errors import UserError, text_of
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import ForwardOutput, Tokens
 from harness.hf.forward.placeholders import ForwardRun, keep_hidden
-from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, dry_run
+from harness.hf.layers.call import LayerInputs, LayerOutput
+from harness.hf.layers.dry_run import CANNOT_RUN, dry_run
 
 ROUTER_LOGITS = "router_logits"
 WANTED = {"output_router_logits": True}

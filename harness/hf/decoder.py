@@ -251,7 +251,7 @@ class DecoderLayer(ModelLayer):
         )
         self.share = None
         if self.takes_shard and self.sequence is not None and self.sequence.group is not None:
-            self.works_on_share = True  # for the analysis of gradients (`parallel/tensor/partial_gradients.py`)
+            self.works_on_share = True  # for the analysis of gradients (`parallel/tensor/gradient_analysis.py`)
             apart = [*(self.context_layer.gathered if self.context_layer else ()), *map(layer.get_submodule, tiled)]
             self.share = share_sequence(layer, self.sequence.group, apart)
         if self.context_layer is not None:

@@ -171,7 +171,7 @@ class MoveShards(torch.autograd.Function):
     """Moves shards between the ranks of a group, and their gradients back.
 
     A subclass is a pair of functions of (tensor, group, widths, dim), each the other's transpose. The walk over the
-    graph in `partial_gradients` knows a node by the name of its subclass.
+    graph in `tensor/gradient_analysis.py` knows a node by the name of its subclass.
     """
 
     forth: ClassVar[Callable[..., Tensor]]

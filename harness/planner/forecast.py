@@ -18,10 +18,11 @@ from harness.config.values.pointers import lookup
 from harness.errors import UserError
 from harness.hf.counts import counts_of
 from harness.hf.skeleton import ModelSource
+from harness.planner.counted_shape import with_counts
 from harness.planner.estimate import Prediction, predict
 from harness.planner.hardware import GIB, Hardware, load_hardware, names
 from harness.planner.memory import mask_bytes
-from harness.planner.model_config import decoder_of, with_counts
+from harness.planner.model_config import decoder_of
 from harness.planner.step import strategy_stages
 from harness.topology.layout import Layout
 from harness.wording import counted

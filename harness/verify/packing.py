@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.errors import UserError, text_of
 from harness.hf.forward.placeholders import takes_positions
 from harness.hf.layers.attention import attention_of, choose_attention, is_flash, usual_attention
-from harness.hf.layers.call import CANNOT_RUN
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.hf.skeleton import too_few_key_heads, with_key_per_head
 from harness.parallel.context.masks import documents_apart
 from harness.verify.comparison import NOT_CAUSAL, looks_ahead, on_device

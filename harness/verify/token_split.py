@@ -29,7 +29,8 @@ from harness.hf.context.plan import TokenSplitSupport, kind_of_layer, named_bloc
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.hf.layers.attention import attention_of, on_any_device
-from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, same
+from harness.hf.layers.call import LayerInputs, LayerOutput, same
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.hf.skeleton import ModelSource
 from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.generators import own_generators

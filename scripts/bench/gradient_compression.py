@@ -23,7 +23,7 @@ from typing import Any
 
 from report import RESULTS, write_report
 
-from harness.extras.compression.reduction import wire_share
+from harness.extras.compression.quantization import wire_share
 from harness.topology.env import free_port
 
 BITS = (0, 8, 4)  # 0: float32

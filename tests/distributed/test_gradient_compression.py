@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import harness.extras.compression.reduction
 from harness import Trainer
 from harness.dry_run.ledger import Ledger
-from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
+from harness.extras.compression.quantization import wire_share
+from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction
+from harness.extras.compression.trial import measure
 from harness.parallel.tensor.shard import shard_of
 from tests.support.ranks import DEVICE, here, on_device, run_ranks
 from tests.support.training import Job, arguments_of, logged, rows, tiny_model, without_shared_memory, worst

@@ -19,7 +19,8 @@ from harness.cli import main
 from harness.data import generate
 from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
-from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure
+from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction
+from harness.extras.compression.trial import measure
 from harness.extras.muon.matrices import MatrixPart
 from harness.hf.weights.initialization import Change, Drawn, Scratch
 from harness.hf.weights.tensor_files import open_weights_file

@@ -9,7 +9,9 @@ from torch import nn
 from harness.config import Resolved
 from harness.console import Console
 from harness.deepspeed.step_gradients import trained_parameters
-from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
+from harness.extras.compression.quantization import wire_share
+from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction
+from harness.extras.compression.trial import measure
 from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups

@@ -8,62 +8,20 @@ quantisations is kept on the rank that rounded, and added before the next one (S
 The result for a block depends on that block alone. A weight that other stages or tensor-parallel ranks hold too must
 get the same result there, so it must lie in equal blocks on all of them. It begins a block of its own, or lies among
 weights that they all have.
-
-Numbers are sent in blocks of 128 with one scale, 8 or 4 bits a number. A block is one row of bytes: its scale in
-float32, then the numbers. A block with a number that is not finite becomes NaN as a whole, so that the overflow is
-seen. With "auto", timing a few gradients decides whether to compress (`Choice`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.collectives import all_reduce_in_place, gather_single
-
-BLOCK = 128
-"""Number of gradient elements that share a scale."""
-_SCALE_BYTES = 4
-
-
-def row_bytes(bits: int) -> int:
-    """Return the bytes of a block as it is sent."""
-    return _SCALE_BYTES + BLOCK * bits // 8
-
-
-def quantize(blocks: Tensor, bits: int) -> Tensor:
-    """Return rows of bytes [n, row_bytes] for float32 `blocks` [n, BLOCK], rounded to one of 255 or 15 values."""
-    most = 2 ** (bits - 1) - 1
-    largest = blocks.abs().amax(dim=1, keepdim=True)
-    scale = torch.where(largest.isfinite(), largest / most, torch.nan)
-    # A zero block gives 0 / 0 here. If a block is not finite, its NaN scale alone makes it NaN again, whatever its
-    # steps are.
-    steps = (blocks / scale).nan_to_num_(nan=0.0).round_().clamp_(-most, most)
-    rows = torch.empty(len(blocks), row_bytes(bits), dtype=torch.uint8, device=blocks.device)
-    rows[:, :_SCALE_BYTES] = scale.view(torch.uint8)
-    if bits == 8:
-        rows[:, _SCALE_BYTES:] = steps.to(torch.int8).view(torch.uint8)
-    else:
-        halves = steps.add_(8).to(torch.uint8)  # -7 to 7 become 1 to 15: 4 bits without a sign
-        rows[:, _SCALE_BYTES:] = halves[:, ::2] | (halves[:, 1::2] << 4)
-    return rows
-
-
-def dequantize(rows: Tensor, bits: int) -> Tensor:
-    """Return the float32 blocks [n, BLOCK] of rows of bytes [n, row_bytes]."""
-    scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)
-    body = rows[:, _SCALE_BYTES:]
-    if bits == 8:
-        return body.view(torch.int8).float().mul_(scale)
-    pairs = torch.stack((body & 15, body >> 4), dim=-1)
-    return pairs.view(len(rows), BLOCK).float().sub_(8).mul_(scale)
-
+from harness.extras.compression.quantization import BLOCK, dequantize, quantize
+from harness.parallel.collectives import gather_single
 
 BUCKET = 1 << 22
 """Number of elements that are reduced together: 16 MiB in float32. The reduction needs a few times that as memory."""
@@ -255,76 +213,3 @@ class CompressedReduction:
 
 def _part(flat: Sequence[Tensor], piece: Piece) -> Tensor:
     return flat[piece.index][piece.start : piece.start + piece.length]
-
-
-def wire_share(bits: int) -> float:
-    """Return the bytes that a rank sends, as a fraction of those of a ring all-reduce in float32."""
-    return row_bytes(bits) / (4 * BLOCK)
-
-
-SAMPLE = 1 << 18
-"""Number of elements of a trial: 1 MiB in float32. More than 2,048 ranks need more: each has at least one block."""
-CLEARLY = 0.8
-"""Compression must take less than this share of the time, because it costs accuracy and a measurement is noisy."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The number of bits chosen for all ranks (0: float32), and the seconds on the slowest rank by number of bits."""
-
-    bits: int
-    seconds: dict[int, float]
-    numbers: int = SAMPLE
-
-    def __str__(self) -> str:
-        shown = ", ".join(
-            f"{'float32' if bits == 0 else f'{bits} bits'} {1e3 * seconds:.1f} ms"
-            for bits, seconds in self.seconds.items()
-        )
-        chosen = f"{self.bits} bits" if self.bits else "off"
-        return f"gradient compression: {chosen} ({self.numbers * 4 / 2**20:.2g} MiB of gradients: {shown})"
-
-
-def measure(group: dist.ProcessGroup | None, device: torch.device) -> Choice:
-    """Time float32, 8 and 4 bits among data-parallel ranks; all ranks of the world must call it, and choose alike."""
-    times = torch.tensor([_seconds(bits, group, device) for bits in (0, 8, 4)], dtype=torch.float64, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    seconds = dict(zip((0, 8, 4), times.tolist(), strict=True))
-    return Choice(choose(seconds), seconds, trial_size(1 if group is None else dist.get_world_size(group)))
-
-
-def choose(seconds: dict[int, float]) -> int:
-    """Return the best number of bits (0: float32), given the seconds that each takes."""
-    bits = 0
-    for fewer in (8, 4):
-        if seconds[fewer] < CLEARLY * seconds[bits]:
-            bits = fewer
-    return bits
-
-
-def trial_size(ranks: int) -> int:
-    """Return the number of elements of a trial: about SAMPLE, and at least one whole block for each rank."""
-    return max(1, SAMPLE // (BLOCK * ranks)) * BLOCK * ranks
-
-
-def _seconds(bits: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    if group is None:
-        return 0.0
-    ranks = dist.get_world_size(group)
-    values = torch.ones(trial_size(ranks), device=device)
-    residue = Residue.none(len(values), ranks, device)
-
-    def once() -> Tensor:
-        if bits:
-            return compressed_mean(values, residue, bits, group)
-        all_reduce_in_place(values, group)
-        return values
-
-    return min(_timed(once) for _ in range(3))
-
-
-def _timed(work: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    work().flatten()[0].item()  # waits for the device
-    return time.perf_counter() - start

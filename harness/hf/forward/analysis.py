@@ -20,7 +20,8 @@ from torch import Tensor
 from harness.errors import UserError, text_of
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
 from harness.hf.forward.placeholders import ForwardRun, PlaceholderForward
-from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs, same
+from harness.hf.layers.call import Call, LayerInputs, same
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.parallel.dropout import ShapeRecorder
 from harness.parallel.generators import own_generators
 from harness.wording import counted

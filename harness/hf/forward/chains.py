@@ -17,7 +17,8 @@ from torch import Tensor
 
 from harness.hf.forward.payload import Tokens
 from harness.hf.forward.placeholders import ForwardRun, PlaceholderForward
-from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs
+from harness.hf.layers.call import Call, LayerInputs
+from harness.hf.layers.dry_run import CANNOT_RUN
 from harness.parallel.generators import own_generators
 
 Chain: TypeAlias = tuple[str, ...]

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.forward.payload import ForwardOutput, Tokens
-from harness.hf.layers.call import ASKS_FOR_VALUES, CANNOT_RUN, Call, LayerInputs, LayerOutput
+from harness.hf.layers.call import Call, LayerInputs, LayerOutput
+from harness.hf.layers.dry_run import ASKS_FOR_VALUES, CANNOT_RUN
 from harness.hf.layers.facts import LayerFacts
 from harness.hf.layers.wrappers import without_adapters, wrappers_in
 from harness.parallel.context.masks import documents_apart, masks_by_rows

@@ -26,7 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from harness.deepspeed.pipeline import LayerCall
 from harness.errors import UserError
-from harness.hf.layers.call import ASKS_FOR_VALUES, CPU, META, LayerInputs, LayerOutput, drawn_shapes, dry_run, zeroed
+from harness.hf.layers.call import LayerInputs, LayerOutput
+from harness.hf.layers.dry_run import ASKS_FOR_VALUES, CPU, META, drawn_shapes, dry_run, zeroed
 from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.values import Argument, Keyword, Positional, Value
 

@@ -25,8 +25,8 @@ from harness.parallel.plans.heads import Attention, attention_at, attention_belo
 from harness.parallel.plans.plan import ADVICE, WORDS, InputRule, Plan, PlanRule, is_layer, wildcard
 from harness.parallel.plans.styles import STYLE_FUNCTIONS, cut_bare_parameter, cut_head_parameters
 from harness.parallel.plans.target import PlanTarget
+from harness.parallel.tensor.gradient_analysis import Values, sum_partial_gradients
 from harness.parallel.tensor.layers import ColumnParallelLinear, SharedColumnLinear
-from harness.parallel.tensor.partial_gradients import Values, sum_partial_gradients
 from harness.parallel.tensor.shard import shard_of, sum_of
 from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 from harness.parallel.values import Keyword, Positional

@@ -30,7 +30,7 @@ def share_sequence(layer: Any, group: dist.ProcessGroup, whole: Collection[nn.Mo
         whole: blocks to gather before and split after, even if their last layer could reduce-scatter.
     """
     share = SequenceShare(group)
-    layer.works_on_share = True  # see `harness.parallel.tensor.partial_gradients`
+    layer.works_on_share = True  # see `harness.parallel.tensor.gradient_analysis`
     for block in _blocks(layer):
         row = None if block in whole else _last_row(block)
         if row is not None:

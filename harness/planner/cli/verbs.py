@@ -19,11 +19,11 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.carried import carried_bytes
+from harness.planner.counted_shape import counted_decoder
 from harness.planner.estimate import Estimate, predict
 from harness.planner.hardware import GIB, HEADROOM, Hardware, load_hardware, names
 from harness.planner.lora import ALL_LINEAR, FOUR_BITS, Lora, targets_of
 from harness.planner.memory import mask_bytes
-from harness.planner.model_config import counted_decoder
 from harness.planner.page.write import write_page
 from harness.planner.preset import write_preset
 from harness.planner.search import (
@@ -44,6 +44,12 @@ from harness.planner.workload import ELEMENT_BYTES, HABITS, Strategy
 from harness.preference_losses import PREFERENCE_LOSSES
 from harness.verb_parser import Boolean, VerbParser, name_or_path, path_argument, positive, run_arguments
 from harness.wording import counted
+
+ESTIMATE_EXAMPLE = """example:
+  ds-harness estimate --deepspeed_config zero3 --model DIRECTORY --world_size 8 --hardware h100 --bf16"""
+PLAN_EXAMPLE = """example:
+  ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --global_batch_size 256 --block_size 4096
+  ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --row 2 --write my_layout.json"""
 
 
 def plan_lines(found: Found, top: int, devices: MoreDevices | None, memory: MoreMemory | None) -> Iterator[str]:
@@ -179,13 +185,6 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
             f"does not fit: a rank needs {one.peak_bytes / GIB:.1f} GiB of {limit:.1f}, "
             f"and {one.host_bytes / GIB:.1f} of {host_limit:.1f} on its host"
         )
-
-
-ESTIMATE_EXAMPLE = """example:
-  ds-harness estimate --deepspeed_config zero3 --model DIRECTORY --world_size 8 --hardware h100 --bf16"""
-PLAN_EXAMPLE = """example:
-  ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --global_batch_size 256 --block_size 4096
-  ds-harness plan --model DIRECTORY --world_size 8 --hardware h100 --row 2 --write my_layout.json"""
 
 
 def _parser(verb: str, description: str, example: str) -> VerbParser:

@@ -1,1 +1,1 @@
-"""Profiled steps (`--profile`): measuring them (`measuring`, which needs torch), their records and their summaries."""
+"""Profiled steps (`--profile`): measuring them (`spans`, `clocks`, `memory`, which need torch), records, summaries."""

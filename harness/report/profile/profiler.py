@@ -11,16 +11,10 @@ from typing import Unpack, cast
 
 from harness.arguments import TrainingArguments
 from harness.checkpoint.directories import set_aside
-from harness.report.profile.measuring import (
-    Clock,
-    Offset,
-    SpanLog,
-    StepMemory,
-    log_instructions,
-    log_layers,
-    offset_to_first,
-)
+from harness.report.profile.clocks import Clock, Offset, offset_to_first
+from harness.report.profile.memory import StepMemory
 from harness.report.profile.record import FOLDER, RankProfile, StepProfile, write_object, write_step
+from harness.report.profile.spans import SpanLog, log_instructions, log_layers
 from harness.report.profile.summary import summary
 from harness.report.profile.timeline import trace
 from harness.resilience.process.records import THIS_RANK

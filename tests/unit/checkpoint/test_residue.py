@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from harness.checkpoint.training_state import describe, load_residue, residue_file, write_residue
 from harness.errors import UserError
-from harness.extras.compression.reduction import ALIGNED, BLOCK, EXACT, PACKED, CompressedReduction
+from harness.extras.compression.quantization import BLOCK
+from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction
 from tests.unit.training.full_disk import full_disk
 
 pytestmark = pytest.mark.usefixtures("groups")

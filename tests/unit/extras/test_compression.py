@@ -12,17 +12,9 @@ from torch import nn
 
 from harness.console import plain_console
 from harness.extras.compression import of_run
-from harness.extras.compression.reduction import (
-    ALIGNED,
-    BLOCK,
-    BUCKET,
-    EXACT,
-    PACKED,
-    Choice,
-    arrange,
-    choose,
-    trial_size,
-)
+from harness.extras.compression.quantization import BLOCK
+from harness.extras.compression.reduction import ALIGNED, BUCKET, EXACT, PACKED, arrange
+from harness.extras.compression.trial import Choice, choose, trial_size
 from harness.parallel.tensor.shard import Shard, mark
 from tests.unit.training.engine.test_sharing import groups, spec
 

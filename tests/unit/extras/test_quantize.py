@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.extras.compression.reduction import BLOCK, dequantize, quantize, row_bytes
+from harness.extras.compression.quantization import BLOCK, dequantize, quantize, row_bytes
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 

@@ -8,7 +8,8 @@ import pytest
 
 from harness.hf.counts import parameter_counts, read_config
 from harness.hf.skeleton import build_skeleton
-from harness.planner.model_config import text_decoder, with_counts
+from harness.planner.counted_shape import with_counts
+from harness.planner.model_config import text_decoder
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 256}
 KV = {"num_key_value_heads": 2, "intermediate_size": 96}

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.layers.call import LayerInputs, drawn_shapes, dry_run
+from harness.hf.layers.call import LayerInputs
+from harness.hf.layers.dry_run import drawn_shapes, dry_run
 from harness.hf.skeleton import build_skeleton
 
 WIDE = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 320}

@@ -10,7 +10,7 @@ import pytest
 from harness.checking import check
 from harness.cli import main
 from harness.config.text.document import load
-from harness.planner import model_config
+from harness.planner import counted_shape
 from harness.planner.hardware import FOLDER
 
 ROW = {
@@ -231,7 +231,7 @@ def test_a_model_that_the_planner_does_not_know_is_counted_or_said_to_be_a_guess
     assert json.loads(said.out)[0]["memory_gib"]["max"] < 4
     assert said.err == ""
     file.write_text(json.dumps({**doge, "hidden_size": 128}))
-    monkeypatch.setattr(model_config, "LIMIT_S", 0.01)
+    monkeypatch.setattr(counted_shape, "LIMIT_S", 0.01)
     main(argv)
     assert "parameters are a guess: the planner does not know how this doge is made" in capsys.readouterr().err
 

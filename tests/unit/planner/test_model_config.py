@@ -13,15 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from harness.errors import UserError
 from harness.hf.counts import config_and_counts, read_config
-from harness.planner.model_config import (
-    SIZE_NAMES,
-    NoSize,
-    counted_decoder,
-    decoder_of,
-    families,
-    text_decoder,
-    with_counts,
-)
+from harness.planner.counted_shape import counted_decoder, with_counts
+from harness.planner.model_config import SIZE_NAMES, NoSize, decoder_of, families, text_decoder
 from harness.planner.shape import LayerShape, context
 from harness.planner.workload import stages_of
 

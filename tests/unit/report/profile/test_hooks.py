@@ -9,7 +9,8 @@ from torch import nn
 from harness.device import moments
 from harness.extras.rebalancing.rebalancer import StageClock
 from harness.parallel.pipeline.staged_module import LayerSequence
-from harness.report.profile.measuring import Clock, SpanLog, layers_of, log_layers
+from harness.report.profile.clocks import Clock
+from harness.report.profile.spans import SpanLog, layers_of, log_layers
 
 CPU = torch.device("cpu")
 NAMES = ("first", "function", "last")

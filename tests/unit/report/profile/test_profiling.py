@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.report.profile.measuring import Clock, SpanLog, answer, ask, held_bytes
+from harness.report.profile.clocks import Clock, answer, ask
+from harness.report.profile.memory import held_bytes
+from harness.report.profile.spans import SpanLog
 
 CPU = torch.device("cpu")
 
