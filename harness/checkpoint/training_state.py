@@ -152,7 +152,8 @@ class EngineState:
             found = _templates(optimizer, held)
             kinds = _kinds(optimizer, found.values())
             if progress.optimizer_states:
-                # torch creates optimizer states at the first step. Create them here, as that step would.
+                # torch creates optimizer states at the first step. Create them here, as that step would: once for each
+                # tensor that is updated, which under ZeRO holds many parameters.
                 for each in {id(each.tensor): each for each, _ in _updated(held)}.values():
                     make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
                 _require_taken(progress.optimizer_states, kinds)

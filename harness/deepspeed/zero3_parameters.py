@@ -76,7 +76,7 @@ class Partition:
     @property
     def start(self) -> int:
         """Index of this rank's first element."""
-        return min(dist.get_rank(self.group) * self.size, self.total)
+        return min(dist.get_rank(self.group) * self.size, self.total)  # the last ranks may hold only padding
 
 
 def held_values(tensor: Tensor) -> Tensor:

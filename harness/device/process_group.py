@@ -109,7 +109,6 @@ def all_arrive(barrier: str, seconds: float) -> bool:
 
 
 def open_groups() -> frozenset[dist.ProcessGroup]:
-    """Return all process groups of this process."""
     return frozenset(dist.distributed_c10d._world.pg_map)  # noqa: SLF001  # torch has no public list of them
 
 

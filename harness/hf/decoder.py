@@ -415,7 +415,7 @@ class Epilogue(ModelLayer):
         return self.capture.finish(self.outer.model, taken, partial(self._left, payload))
 
     def _own(self, logits: Tensor) -> Tensor:
-        """Return the logits of this rank's shard."""
+        """Return the logits of this rank's shard: cut from the whole sequence's, unless the layers ran on a shard."""
         return logits if self.context is None or self.takes_shard else self.context.own(logits)
 
     def _joined(self, sequence: SharedSequence, payload: StagePayload) -> StagePayload:

@@ -42,7 +42,6 @@ class OptimizerClass:
 
     @property
     def name(self) -> str:
-        """The name of the class."""
         return self.path.rpartition(".")[2]
 
 

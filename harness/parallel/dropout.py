@@ -105,6 +105,7 @@ class RngKey:
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """Key all draws of pipeline layer `index` in this context."""
+        # The generators serve draws that `KeyedRng` does not catch.
         with own_generators(seed_of(self.seed, self.first_sample, index), self.device), KeyedRng(self, index):
             yield
 

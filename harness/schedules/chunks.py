@@ -34,7 +34,7 @@ class ModelChunks:
         return self.stage_of(self.count - 1)
 
     def stage_of(self, chunk: int) -> int:
-        """Return the stage that has a chunk."""
+        """Return the stage that has a chunk; in a folded schedule, every second round runs from the last stage back."""
         round_, position = divmod(chunk, self.num_stages)
         return self.num_stages - 1 - position if self.folded and round_ % 2 else position
 

@@ -123,6 +123,8 @@ class Layout:
         """Return the coordinates of a global rank. IndexError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
+        # The order of DeepSpeed's PipeModelDataParallelTopology: tensor-parallel ranks, which exchange the most, are
+        # neighbours, and so mostly on one host.
         rest, tp_rank = divmod(rank, self.tp_size)
         stage, dp_rank = divmod(rest, self.dp_size)
         batch_rank, cp_rank = divmod(dp_rank, self.cp_size)

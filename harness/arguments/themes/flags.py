@@ -37,7 +37,6 @@ class Help(str):
 
     @classmethod
     def of(cls, item: Field[Any]) -> "Help":
-        """Return the help of a flag."""
         found: Help = item.metadata["help"]
         return found
 

@@ -60,7 +60,7 @@ class RunArguments(Flags):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the sample order."""
+        """The seed of the sample order: `data_seed`, by default `seed`."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property

@@ -59,6 +59,7 @@ def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> No
     # On the device, because NCCL does not reduce host tensors.
     counts = torch.tensor(written, dtype=torch.int64, device=get_accelerator().current_device_name())
     for group in (groups.tp_group, groups.dp_group):
+        # The ranks of a stage hold the same tensors: if this rank has none, no rank of its groups joins an all-reduce.
         if group is not None and tensors:
             dist.all_reduce(counts, group=group)
     pairs = zip(tensors, counts.tolist(), strict=True)
@@ -199,7 +200,7 @@ def write_tensors(
 ) -> None:
     """Write the files `STEM*` and wait for the disk; all ranks call it. Raises NotSaved on all ranks if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
-    all_save(planned.create)
+    all_save(planned.create)  # when it returns, rank 0 has created the files that all ranks open
     opened = OpenFiles(several_hosts=several_hosts())
 
     def write() -> None:

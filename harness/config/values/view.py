@@ -78,7 +78,6 @@ class ConfigView:
 
     @cached_property
     def chunks(self) -> ModelChunks:
-        """The model chunks of the pipeline schedule."""
         schedule = schedule_name(self.get("/pipeline/schedule")) or DEFAULT
         return model_chunks(self.pp_size, schedule, self.size(CHUNKS))
 

@@ -80,7 +80,6 @@ class SharedSequence:
         return payload.hidden.shape[1] * self.size
 
     def shard_length(self, payload: StagePayload) -> int:
-        """Return the number of tokens of this rank's shard."""
         start, stop = self.context.token_range(self.length(payload))
         return stop - start
 

@@ -67,6 +67,7 @@ class ChainProbe(ForwardRun):
             self._follow(hidden)
             self._prologue = self._chain
         if index == self._depth - 1:
+            # A copy: `hidden` itself may have been written to, or be the tensor that the prologue returned.
             self._chain = []
             self._made = hidden.clone()
             return self._made
@@ -96,7 +97,7 @@ def find_chains(forward: PlaceholderForward) -> Chains:
         forward.model.train(mode)
         for dtype in (torch.float32, torch.bfloat16):
             probe = Chains()
-            with suppress(*CANNOT_RUN):
+            with suppress(*CANNOT_RUN):  # a forward that cannot run with placeholders is not a chain
                 probe = ChainProbe(forward, dtype).chains
             found.add(probe)
     forward.model.train(training)
@@ -109,5 +110,5 @@ def find_chains(forward: PlaceholderForward) -> Chains:
 
 
 def _fixed(chain: list[str] | None) -> Chain | None:
-    """Return a chain of at least one module."""
+    """Return the chain; None if it is empty."""
     return tuple(chain) if chain else None

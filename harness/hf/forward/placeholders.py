@@ -32,7 +32,6 @@ from harness.parallel.values import Argument, Keyword, Positional
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether the model's forward takes position ids."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
@@ -117,7 +116,6 @@ def has_own_parameters(module: nn.Module) -> bool:
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the model's submodule `name` by `module`."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 
@@ -330,7 +328,6 @@ class PlaceholderForward:
 
     @property
     def takes_positions(self) -> bool:
-        """Whether the model's forward takes position ids."""
         return takes_positions(self.model)
 
     def run(self, tokens: Tokens, run: ForwardRun) -> Tensor:

@@ -53,7 +53,6 @@ def choose_attention(config: PretrainedConfig, name: str | None) -> None:
 
 
 def is_flash(config: PretrainedConfig) -> bool:
-    """Return whether the model runs with flash-attention."""
     return FLASH in str(attention_of(config))
 
 

@@ -62,7 +62,7 @@ def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
             # The first chunk reads inputs, the last one labels.
             before += [Action.LOAD] if first or last else []
             after += [] if last else [Action.SEND_ACTIVATION]
-        elif each.kind is not Kind.WEIGHT_GRADIENTS:
+        elif each.kind is not Kind.WEIGHT_GRADIENTS:  # before these, the input's gradient has been sent
             before += [] if last else [Action.RECEIVE_GRADIENT]
             after += [] if first else [Action.SEND_GRADIENT]
         for action in (*before, COMPUTES[each.kind], *after):

@@ -117,7 +117,7 @@ class FiniteWatch:
 
     def see(self, output: Value) -> None:
         """Watch a tensor or a tuple of tensors, and the gradients that will arrive for them."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # an evaluation, after which no weights are updated
             return
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -331,7 +331,8 @@ class StagedModule(GivenStages):
             else:
                 for _, layer in block:
                     value = layer(value)
-        # The last chunk's output goes to the loss, which has its own check (`GuardedLoss`).
+        # The last chunk's output goes to the loss, which has its own check (`GuardedLoss`). `parts` has one more
+        # boundary than there are chunks.
         if self.finite is None or chunk == len(self.parts) - 2:
             return value
         self.finite.see(value)

@@ -221,6 +221,7 @@ def replicate(target: PlanTarget) -> nn.Module:
 
 
 def _copied(x: object, group: dist.ProcessGroup | None) -> object:
+    # A copy acts only in the backward: it sums the gradient, if there is one.
     return copy_to_group(x, group) if isinstance(x, Tensor) and x.requires_grad else x
 
 

@@ -54,6 +54,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
     if world == 1 or not any_rank(bool(tensors)):
         return
     form = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
+    # Two digests: other names or shapes are an error, but other values are replaced.
     own = (_digest(form), _digest([(name, checksum(tensor)) for name, tensor in tensors.items()]))
     rows = all_gather_object(own)
     if problem := disagreement("model in memory (names, shapes, what is trained)", [row[0] for row in rows]):
@@ -63,7 +64,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
     with torch.no_grad():
         # Tied tensors once. The order is the same on all ranks, because their names are equal.
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
-            sent = tensor.detach().to(device).contiguous()
+            sent = tensor.detach().to(device).contiguous()  # NCCL sends no host tensors
             dist.broadcast(sent, src=0)
             tensor.data.copy_(sent)
     console.say("the model in memory differs between processes: training the one of rank 0")

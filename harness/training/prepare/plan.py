@@ -77,17 +77,14 @@ class RunInputs:
     compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None
     preprocess_logits_for_metrics: Preprocess | None = None
 
-    @property
-    def makes_samples(self) -> bool:
-        """Whether rows are turned into samples; a user's collator receives them unchanged."""
-        return self.data_collator is collate or self.objective is not None
-
     def data_request(self, args: TrainingArguments, config: RunConfig, source: ModelSource | None) -> DataRequest:
         """Return what the samples of a run are made for."""
+        # A user's collator receives the rows unchanged, unless an objective makes its own samples of them.
+        makes_samples = self.data_collator is collate or self.objective is not None
         return DataRequest(
             args=args,
             config=config,
-            source=source if self.makes_samples else None,
+            source=source if makes_samples else None,
             env=self.env,
             console=self.console,
         )
@@ -158,6 +155,7 @@ class RunSpec(EngineSpec):
         source, optimizer = self.source, self.user_optimizer
         weights = None if source is None else source.weights
         return {
+            # Without the build (2.11.0+cu128): hosts with other drivers have other builds of one version.
             "set of versions (torch, transformers, DeepSpeed)": [
                 package.__version__.partition("+")[0] for package in (torch, transformers, deepspeed)
             ],

@@ -99,7 +99,7 @@ class Run:
     def module(self) -> nn.Module:
         """This rank's layers in DeepSpeed's engine, with the weights of the last update."""
         module: nn.Module = self.engine.deepspeed.module
-        self.engine.settle()
+        self.engine.settle()  # else weights may still be on their way from other data ranks
         return module
 
     @property

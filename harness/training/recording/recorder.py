@@ -101,6 +101,7 @@ class MetricsFile:
         there = self._path.read_bytes() if self._path.is_file() else b""
         lines = (there + self._waiting).splitlines(keepends=True)
         stays = [_is_before(line, first_step) for line in lines]
+        # `accumulate(stays, min)` is true up to the first line to drop.
         size = min(len(there), sum(map(len, itertools.compress(lines, itertools.accumulate(stays, min)))))
         self._waiting = b"".join(itertools.compress(lines, stays))[size:]
         file = self._opened()
@@ -279,6 +280,7 @@ def _finite(value: object) -> object:
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
+    # "not less than" is true for NaN too.
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
