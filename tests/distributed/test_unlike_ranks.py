@@ -21,7 +21,7 @@ from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint import resumption
 from harness.console import Console
 from harness.device.process_group import shared_store
-from harness.report.profile import measuring
+from harness.report.profile import clocks
 from harness.topology.env import LaunchEnv
 from harness.topology.rendezvous import require_one_kind
 from harness.verify import sharding
@@ -112,7 +112,7 @@ def told(call: Callable[[], object]) -> str:
 
 def offsets() -> list[float]:
     """How far apart the clocks of two hosts are, asked twice; the first host is slow to answer."""
-    answer = measuring.answer
+    answer = clocks.answer
 
     def slowly(*asked: Any) -> None:
         time.sleep(0.2)
@@ -120,10 +120,10 @@ def offsets() -> list[float]:
         time.sleep(0.2)
 
     with (
-        patch.object(measuring, "host_id", lambda: f"host {dist.get_rank()}"),
-        patch.object(measuring, "answer", slowly),
+        patch.object(clocks, "host_id", lambda: f"host {dist.get_rank()}"),
+        patch.object(clocks, "answer", slowly),
     ):
-        return [measuring.offset_to_first().seconds for _ in range(2)]
+        return [clocks.offset_to_first().seconds for _ in range(2)]
 
 
 def tour(models: list[str], folder: str) -> tuple[Any, dict[str, str], list[float]]:
