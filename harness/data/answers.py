@@ -17,9 +17,9 @@ from itertools import pairwise
 
 from harness.config.values.json_object import JsonObject
 from harness.data.conversation import Conversation, Span, Unusable, forms
-from harness.data.files.rows import ASSISTANT, TOOL_ROLES, USER
 from harness.data.marks import CALLS
 from harness.data.parts import require_parts
+from harness.data.rows.kinds import ASSISTANT, TOOL_ROLES, USER
 from harness.data.templates import Template
 from harness.data.turns import QUESTION, Turns, common_length, end_of, not_found
 from harness.errors import UserError

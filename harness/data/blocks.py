@@ -23,11 +23,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from harness.data.files.pieces import parts_of
 from harness.data.files.token_files import open_tokens
 from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of
 from harness.data.on_disk.shards import batches, bytes_of_rows, make_shards, mapped, rows_of_shards
 from harness.data.piece_encoder import PieceEncoder
+from harness.data.rows.pieces import parts_of
 from harness.data.tokenizer import Tokenizer, identity, largest_id
 from harness.errors import UserError
 from harness.wording import counted

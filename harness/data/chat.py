@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from harness.data.answers import find_answers
 from harness.data.conversation import Span
-from harness.data.files.rows import ASSISTANT
+from harness.data.rows.kinds import ASSISTANT
 from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer, SpecialTokens, Tokenizer, end_of_document_id
 from harness.errors import UserError
@@ -40,7 +40,7 @@ class Encoded:
 
 
 class ConversationEncoder:
-    """Tokenises conversations in the JSON form of `rows.py`.
+    """Tokenises conversations in the JSON form of `rows/kinds.py`.
 
     Raises UserError, at the first conversation that needs it, if the tokenizer has no chat template or gives no
     character offsets.

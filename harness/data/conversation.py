@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
-from harness.data.files.rows import ASSISTANT, THOUGHTS
-from harness.data.files.tools import with_unique_names
 from harness.data.marks import FoundMark, MarkedMessages, holds_marks, mark
+from harness.data.rows.kinds import ASSISTANT, THOUGHTS
+from harness.data.rows.tools import with_unique_names
 from harness.data.templates import Rejected, Template
 
 Span: TypeAlias = tuple[int, int]

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
-from harness.data.files.rows import ASSISTANT
+from harness.data.rows.kinds import ASSISTANT
 
 CALLS = "tool_calls"
 _PRIVATE, TANGUT = range(0x100000, 0x10FFFE), range(0x17000, 0x187F8)

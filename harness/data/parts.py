@@ -20,8 +20,8 @@ from typing import Any
 
 from harness.config.values.json_object import JsonObject
 from harness.data.conversation import Conversation, Marked, Unusable
-from harness.data.files.rows import ASSISTANT, THOUGHTS, TOOL_ROLES, USER
 from harness.data.marks import CALLS, LINKS, TANGUT, Part, Path, parts, strings
+from harness.data.rows.kinds import ASSISTANT, THOUGHTS, TOOL_ROLES, USER
 
 _INSTRUCTIONS = ("system", "developer")
 _OF_A_SCHEMA = frozenset({"type", "format", "title", "$schema", "$ref", "$id"})

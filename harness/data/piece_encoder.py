@@ -1,6 +1,6 @@
 """Tokenise a long document piece by piece, with the same tokens as in one piece but less memory.
 
-The pieces are cut anywhere (`files/pieces.py`). Near each border this module searches a place where the tokenizer cuts
+The pieces are cut anywhere (`rows/pieces.py`). Near each border this module searches a place where the tokenizer cuts
 too: where the surrounding text gives the same tokens in one part as in two. Cutting there leaves the document's tokens
 unchanged. Ends of lines are tried first, then ends of words. If no place is found, the document is cut at the border,
 and a word there may get other tokens.

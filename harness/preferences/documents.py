@@ -18,9 +18,9 @@ from harness.batches.collate import MapDataset
 from harness.batches.stream import fingerprint
 from harness.data.chat import ConversationEncoder
 from harness.data.files.documents import content_digest, copied
-from harness.data.files.format import Extent
-from harness.data.files.formats import planned
+from harness.data.files.extents import planned
 from harness.data.files.sources import find_files
+from harness.data.formats import Extent
 from harness.data.on_disk.cache import Preparation, cache_error, fingerprint_of, prepared_folder, set_fingerprint
 from harness.data.samples import make_samples
 from harness.data.tokenizer import Tokenizer, padding_id

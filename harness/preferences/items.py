@@ -9,10 +9,10 @@ from pathlib import Path
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
-from harness.data.files.format import Extent, Row, RowFormat
-from harness.data.files.formats import format_of
-from harness.data.files.rows import plain_row
 from harness.data.files.sources import SourceGroup, find_files, source_groups, validation_group
+from harness.data.formats import format_of
+from harness.data.formats.format import Extent, Row, RowFormat
+from harness.data.rows.kinds import plain_row
 from harness.errors import UserError, refuse_all
 from harness.preference_losses import PREFERENCE_LOSSES
 from harness.preferences.rows import Answer, is_paired, labelled, pair

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from harness.data.files.rows import ASSISTANT, COMPLETION, USER, document, from_sharegpt
+from harness.data.rows.kinds import ASSISTANT, COMPLETION, USER, document, from_sharegpt
 from harness.errors import UserError
 
 Said: TypeAlias = "str | list[object]"

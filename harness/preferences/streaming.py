@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from harness.data.chat import ConversationEncoder
-from harness.data.files.format import Extent
+from harness.data.formats import Extent
 from harness.data.inputs.datasets import SampleForm
 from harness.data.streaming.iterable import IterableRows, Row, Rows
 from harness.data.streaming.rows import FileRows

@@ -1,4 +1,6 @@
-"""What a stranger adds is one file: a copy of the package with one more optimizer, loss or schedule trains with it."""
+"""What a stranger adds is one file: a copy of the package with one more optimizer, loss,
+schedule or data format trains with it, those of the contributing pages among them.
+"""
 
 from __future__ import annotations
 
@@ -150,6 +152,35 @@ assert len(losses["SGD"]) == 3 and losses["SGD"] == losses["Plain"], losses
 """
 
 
+USES_OF_FORMAT = """
+import csv, json, os, sys
+from pathlib import Path
+here = Path(sys.argv[1])
+os.environ["HF_DATASETS_CACHE"] = str(here / "cache")
+from harness.train import main
+
+rows = [{"text": f"row {row} has\\ttabs and {row * row}"} for row in range(60)]
+with (here / "a.tsv").open("w", encoding="utf-8", newline="") as stream:
+    writer = csv.DictWriter(stream, ["text"], dialect="excel-tab")
+    writer.writeheader()
+    writer.writerows(rows)
+(here / "a.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+
+def losses(name, *more):
+    out = here / "runs" / (name + "".join(more))
+    flags = {"model_name_or_path": "tiny-llama", "train_file": here / name, "output_dir": out, "block_size": 32,
+             "max_steps": 2, "logging_steps": 1, "save_steps": 0, "per_device_train_batch_size": 2}
+    assert main([word for flag, value in flags.items() for word in (f"--{flag}", str(value))] + list(more)) == 0
+    logged = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [logs["loss"] for logs in logged if "loss" in logs]
+
+for more in ((), ("--streaming",)):
+    found = losses("a.tsv", *more)
+    assert len(found) == 2 and found == losses("a.jsonl", *more), found
+"""
+
+
+(FORMAT, _) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/contributing/format.md").read_text(), re.S)
 (SCHEDULE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/contributing/schedule.md").read_text(), re.S)
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
@@ -161,8 +192,9 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 
         ("optimizers/plain.py", OPTIMIZER, USES, ()),
         ("preference_losses/hinge.py", LOSS_FILE, USES_OF_LOSS, ()),
         ("schedules/eager.py", SCHEDULE, USES_OF_SCHEDULE, TWO_RANKS),
+        ("data/formats/tsv_format.py", FORMAT, USES_OF_FORMAT, ()),
     ],
-    ids=["optimizer", "loss", "schedule"],
+    ids=["optimizer", "loss", "schedule", "data-format"],
 )
 def test_what_lies_in_a_file_of_its_own_is_checked_planned_and_trained_with(
     file: str, content: str, uses: str, launcher: tuple[str, ...], tmp_path: Path

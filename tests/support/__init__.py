@@ -31,5 +31,6 @@ reports what a GPU or NCCL would not forgive, counts how often the host waits fo
 | `layers` | a model cut into pipeline layers in one process |
 | `threads` | threads as ranks, for tensor-parallel layers alone |
 | `browser`, `report_runs` | a browser that opens a page, and the files of a run to show |
+| `formats` | what every format of data files keeps, for its own tests to derive from |
 | `core` | finds the tests of the core, and copies the package without its parts (`scripts/test_core`) |
 """

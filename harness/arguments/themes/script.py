@@ -33,8 +33,9 @@ class ScriptArguments(Flags):
     )
     train_file: list[str] = flag(
         [PYTHON_STDLIB],
-        ".txt; .jsonl, .json, .csv, .parquet (text; messages; prompt and completion; ShareGPT; Alpaca); directories or "
-        "globs of them; Megatron's .bin, nanotron's .ds; several with weights as a.jsonl:0.7 b/:0.3",
+        "plain text, or rows (text; messages; prompt and completion; ShareGPT; Alpaca) in files such as .jsonl, .csv, "
+        ".parquet; directories or globs of them; Megatron's or nanotron's token files; several with weights as "
+        "a.jsonl:0.7 b/:0.3",
         paths=True,
     )
     validation_file: list[str] | None = flag(

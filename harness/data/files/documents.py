@@ -16,11 +16,9 @@ import numpy as np
 
 from harness.batches.collate import MapDataset
 from harness.batches.stream import fingerprint
-from harness.data.files.format import Extent
-from harness.data.files.formats import format_of, planned
-from harness.data.files.pieces import in_pieces, parts_of
-from harness.data.files.rows import COLUMNS, TEXT, document, kind_of_row, plain_row
+from harness.data.files.extents import planned
 from harness.data.files.sources import find_files, preflight
+from harness.data.formats import Extent, format_of
 from harness.data.on_disk.cache import (
     cache_error,
     fingerprint_of,
@@ -28,6 +26,8 @@ from harness.data.on_disk.cache import (
     set_fingerprint,
 )
 from harness.data.on_disk.shards import digest_of, is_whole, make_shards, shard_bytes, stamp_of, write_whole
+from harness.data.rows.kinds import COLUMNS, TEXT, document, kind_of_row, plain_row
+from harness.data.rows.pieces import in_pieces, parts_of
 from harness.errors import UserError
 
 if TYPE_CHECKING:

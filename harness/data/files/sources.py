@@ -2,13 +2,13 @@
 
 A source is one of
 
-- a .txt file (one document), or a .jsonl, .json, .csv or .parquet file (one document a row, see `rows.py`);
+- a file in a format of `formats/`: a .txt file is one document, others have one a row (see `rows/kinds.py`);
 - a directory of such files of one kind, searched recursively: links followed, sorted by path, hidden files left out;
 - a glob of files and directories;
 - token files (see `token_files.py`);
 - "python-stdlib": the source files of the running Python's standard library.
 
-In a directory, .json and .csv files count only if there are no other data files: beside those they are metadata.
+In a directory, .json, .csv and the like count only if there are no other data files: beside those they are metadata.
 
 Sources without weights form one data set, in the order given. With weights, each source provides its share of the
 samples, and kinds may differ. Nothing here imports torch or datasets, so a wrong path is reported at once.
@@ -27,15 +27,15 @@ from pathlib import Path
 from stat import S_ISREG
 
 from harness.arguments.themes.script import PYTHON_STDLIB
-from harness.data.files.formats import FORMATS, SUFFIXES, format_of
-from harness.data.files.rows import TEXT, columns_of
-from harness.data.files.token_files import TOKEN_SUFFIXES, require_token_files, token_paths
-from harness.data.files.txt_format import decodes
+from harness.data.files.token_files import require_token_files, token_paths
+from harness.data.formats import FORMATS, TOKEN_FORMATS, format_of
+from harness.data.formats.txt_format import decodes
+from harness.data.rows.kinds import TEXT, columns_of
 from harness.errors import UserError
 
 TOKENS = "tokens"
 """The kind of token files; see `token_files.py`."""
-DESCRIBE_DATA = tuple(each.suffix for each in FORMATS if each.describes_data)
+DESCRIBE_DATA = tuple(suffix for suffix, each in FORMATS.items() if each.describes_data)
 """Suffixes that count as data in a directory only if it holds no other data files."""
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
@@ -109,7 +109,7 @@ def _kind(path: str) -> str:
 def find_tokens(path: str) -> list[Path]:
     """Return the token files of a path: a file, Megatron's prefix, or a directory or glob without text files.
 
-    Hidden files are left out, and so are .json and .csv files, which only describe token files.
+    Hidden files are left out, and so are files such as .json and .csv, which only describe token files.
     """
     if glob.has_magic(path) and not Path(path).exists():
         files = _matched(path, visible_files)
@@ -117,9 +117,9 @@ def find_tokens(path: str) -> list[Path]:
         files = visible_files(Path(path))
     else:
         return token_paths(path)
-    if any(file.suffix in SUFFIXES and file.suffix not in DESCRIBE_DATA for file in files):
+    if any(file.suffix in FORMATS and file.suffix not in DESCRIBE_DATA for file in files):
         return []
-    return [file for file in files if file.suffix in TOKEN_SUFFIXES]
+    return [file for file in files if file.suffix in TOKEN_FORMATS]
 
 
 def _matched(pattern: str, files_in: Callable[[Path], list[Path]]) -> list[Path]:
@@ -133,7 +133,7 @@ def _names_something(path: str) -> bool:
 
 
 def preflight(source: str | os.PathLike[str]) -> str:
-    """Return the kind of a source's rows, as in `rows.py`. UserError for a file that cannot be used.
+    """Return the kind of a source's rows, as in `rows/kinds.py`. UserError for a file that cannot be used.
 
     Reads one directory listing and the first row of each file.
     """
@@ -170,10 +170,10 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     if os.fspath(source) == PYTHON_STDLIB:
         return _stdlib_files()
     path = Path(source)
-    suffixes = ", ".join(SUFFIXES)
+    suffixes = ", ".join(FORMATS)
     if not path.exists() and glob.has_magic(os.fspath(source)):
         files = _matched(os.fspath(source), _in_directory)
-        if files := [file for file in files if file.suffix in SUFFIXES]:
+        if files := [file for file in files if file.suffix in FORMATS]:
             return files
         raise UserError(f"{source} matches no {suffixes} file: correct the pattern")
     if path.is_dir():
@@ -188,13 +188,13 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
         raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
     if path.suffix in _COMPRESSED:
         raise UserError(f"{path} is compressed: unpack it first")
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in FORMATS:
         raise UserError(f"{path} is not one of {suffixes}: convert it, or rename it if it is plain text")
     return [path]
 
 
 def _in_directory(top: Path) -> list[Path]:
-    files = [file for file in visible_files(top) if file.suffix in SUFFIXES]
+    files = [file for file in visible_files(top) if file.suffix in FORMATS]
     return [file for file in files if file.suffix not in DESCRIBE_DATA] or files
 
 

@@ -12,24 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.data.files.datatrove_format import DatatroveFormat
-from harness.data.files.megatron_format import MegatronFormat
-from harness.data.files.token_format import TokenFile, TokenFormat
+from harness.data.formats import TOKEN_FORMATS, TokenFile
 from harness.errors import UserError
-
-TOKEN_FORMATS: tuple[TokenFormat, ...] = (MegatronFormat(), DatatroveFormat())
-TOKEN_SUFFIXES = tuple(each.suffix for each in TOKEN_FORMATS)
 
 
 def token_paths(source: str | os.PathLike[str]) -> list[Path]:
     """Return the file of token ids that a path names, or nothing."""
     path = Path(source)
-    for each in TOKEN_FORMATS:
+    for each in TOKEN_FORMATS.values():
         if path.suffix == each.suffix:
             return [path]
         if path.suffix == each.index_suffix:
             return [path.with_suffix(each.suffix)]
-    pairs = [path.with_name(path.name + each.suffix) for each in TOKEN_FORMATS if each.index_suffix]
+    pairs = [path.with_name(path.name + each.suffix) for each in TOKEN_FORMATS.values() if each.index_suffix]
     return [pair for pair in pairs if not path.exists() and pair.is_file()][:1]
 
 
@@ -60,7 +55,7 @@ def require_token_files(paths: Sequence[Path]) -> None:
 
 def _mapped_file(path: Path, vocabulary: int) -> TokenFile:
     try:
-        file = next(each for each in TOKEN_FORMATS if each.suffix == path.suffix).open(path, vocabulary)
+        file = TOKEN_FORMATS[path.suffix].open(path, vocabulary)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
     if not len(file.ids):

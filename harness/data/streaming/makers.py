@@ -10,9 +10,9 @@ import torch
 
 from harness.data.blocks import positions_of
 from harness.data.chat import ConversationEncoder, Encoded
-from harness.data.files.rows import TEXT
 from harness.data.packing import best_fit_decreasing
 from harness.data.piece_encoder import PieceEncoder
+from harness.data.rows.kinds import TEXT
 from harness.data.samples import laid_out
 from harness.data.streaming.iterable import Rows
 from harness.data.streaming.source import PositionedSamples, SampleMaker, StreamPosition, neighbours

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.batches.stream import fingerprint
-from harness.data.files.format import Extent
-from harness.data.files.formats import format_of
-from harness.data.files.pieces import in_pieces
-from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
+from harness.data.formats import Extent, format_of
+from harness.data.rows.kinds import COLUMNS, document, kind_of_row, plain_row
+from harness.data.rows.pieces import in_pieces
 from harness.data.streaming.iterable import IterableRows, Mark, Row, Rows
 from harness.errors import UserError
 
@@ -59,7 +58,7 @@ class DocumentRows(IterableRows):
     """The documents of an IterableDataset of text or conversations; long text in pieces.
 
     Attributes:
-        kind: the kind of its rows, as in `files/rows.py`; None if they are finished samples.
+        kind: the kind of its rows, as in `rows/kinds.py`; None if they are finished samples.
     """
 
     def __init__(self, dataset: Iterable[Row], name: str, *, say: Callable[[str], None] = lambda _: None) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support.formats")
+
 TEXTS = [
     "the quick brown fox",
     "jumps over the lazy dog",

@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, load_from_disk
 
-from harness.data.files import jsonl_format, pieces, txt_format
 from harness.data.files.documents import as_documents, read_documents
+from harness.data.formats import jsonl_format, txt_format
 from harness.data.on_disk import shards
+from harness.data.rows import pieces
 from harness.errors import UserError
 
 PIECE = 64

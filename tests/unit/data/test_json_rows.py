@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.data.files import json_rows as json_rows_module
-from harness.data.files.json_rows import first_row, is_whole, json_rows
+from harness.data.formats import json_rows as json_rows_module
+from harness.data.formats.json_rows import first_row, is_whole, json_rows
 from harness.errors import UserError
 
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

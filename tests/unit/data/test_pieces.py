@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from harness.data.files.pieces import in_pieces
 from harness.data.piece_encoder import PieceEncoder
+from harness.data.rows.pieces import in_pieces
 from harness.data.tokenizer import ByteTokenizer
 
 WORDS = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.data.files.rows import BESIDE, COLUMNS, ROLES, columns_of, document, kind_of_row
+from harness.data.rows.kinds import BESIDE, COLUMNS, ROLES, columns_of, document, kind_of_row
 from harness.errors import UserError
 
 ASK = {"role": "user", "content": "2 + 2?"}

@@ -17,9 +17,9 @@ import pytest
 
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import hold_out, read_documents
-from harness.data.files.pieces import PIECE_CHARACTERS, parts_of
 from harness.data.files.sources import find_files, preflight
 from harness.data.on_disk.cache import Preparation
+from harness.data.rows.pieces import PIECE_CHARACTERS, parts_of
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 
@@ -134,7 +134,7 @@ def test_every_twentieth_document_is_held_out(tmp_path, cache):
 
 BAD = {
     "missing": ("gone.txt", None, "gone.txt does not exist"),
-    "suffix": ("a.tsv", b"text\nx\n", r"a\.tsv is not one of \.txt, \.jsonl, \.json, \.csv, \.parquet"),
+    "suffix": ("a.xml", b"text\nx\n", r"a\.xml is not one of \.txt, (\.\w+, )*\.jsonl, (\.\w+, )*\.parquet"),
     "empty": ("a.txt", b"", "a.txt is empty"),
     "deep line": ("a.jsonl", b"[" * 100_000, "a.jsonl:1 is nested too deeply"),
     "no line is JSON": ("a.jsonl", b"{text: 1}\n", r"a.jsonl:1 is not JSON \(.*column 2\)"),

@@ -18,14 +18,14 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.batches.given import read_all
 from harness.batches.stream import data_digest
 from harness.data.blocks import make_blocks
-from harness.data.files import jsonl_format, pieces, txt_format
 from harness.data.files.documents import read_documents
-from harness.data.files.formats import format_of
-from harness.data.files.pieces import PIECE_CHARACTERS
 from harness.data.files.sources import find_files
+from harness.data.formats import format_of, jsonl_format, txt_format
 from harness.data.on_disk import progress
 from harness.data.on_disk.cache import Preparation
 from harness.data.piece_encoder import PieceEncoder
+from harness.data.rows import pieces
+from harness.data.rows.pieces import PIECE_CHARACTERS
 from harness.data.samples import make_samples
 from harness.data.streaming import makers
 from harness.data.streaming import source as source_module
@@ -434,24 +434,6 @@ def test_an_iterable_that_gives_nothing_is_refused():
         source[4]
     with pytest.raises(UserError, match="gives more than 4 samples, too many to be held"):
         read_all(Counting(lambda i: {"input_ids": [i]}), "eval_dataset", 4)
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet"])
-def test_files_of_every_form_are_streamed_over_and_over(name, tmp_path):
-    file, rows = tmp_path / name, [{"text": text} for text in ("one", "two\n", "三")]
-    if name == "a.parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=2)
-    elif name == "a.csv":
-        file.write_text('text\none\n"two\n"\n三\n')
-    elif name == "a.txt":
-        rows = rows[:1]
-        file.write_text("one")
-    else:
-        file.write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
-    (tmp_path / "b.txt").write_text("last")
-    found = FileRows([file, tmp_path / "b.txt"], "text").since(1, {})
-    wanted = [(1, 0, "last"), *((0, number, row["text"]) for number, row in enumerate(rows)), (1, 0, "last")]
-    assert [(section, number, row["text"]) for section, number, row in itertools.islice(found, len(wanted))] == wanted
 
 
 def test_a_stream_of_a_file_that_is_gone_is_told(tmp_path):

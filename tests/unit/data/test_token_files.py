@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from harness.data.blocks import token_blocks
-from harness.data.files.megatron_format import HEADER
 from harness.data.files.sources import TOKENS, find_tokens, source_groups
 from harness.data.files.token_files import open_tokens, token_paths
+from harness.data.formats.megatron_format import HEADER
 from harness.errors import UserError
 
 DOCUMENTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]

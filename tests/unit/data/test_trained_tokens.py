@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from harness.data.answers import Answers, find_answers
 from harness.data.conversation import forms
-from harness.data.files.rows import document, kind_of_row
+from harness.data.rows.kinds import document, kind_of_row
 from harness.errors import UserError
 from tests.unit.data.test_chat_templates import TEMPLATES, assistant, learnt, template_of, user
 

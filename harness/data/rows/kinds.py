@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from harness.config.values.json_object import JsonObject
-from harness.data.files.tools import calls_of_turn, parsed, tool_calls, tool_schemas
+from harness.data.rows.tools import calls_of_turn, parsed, tool_calls, tool_schemas
 from harness.errors import UserError
 
 _ROLES = MappingProxyType(

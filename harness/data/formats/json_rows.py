@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.data.files.tools import with_unique_names
+from harness.data.rows.tools import with_unique_names
 from harness.errors import UserError
 
 _SPACE = re.compile(r"[ \t\r\n]*")

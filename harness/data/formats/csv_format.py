@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.data.files.format import Extent, Row, RowFormat, require_distinct
+from harness.data.formats.format import Extent, Row, RowFormat, require_distinct
 from harness.errors import UserError
 
 
@@ -38,3 +38,6 @@ class CsvFormat(RowFormat):
                 raise UserError(f"{extent.file}:{read + 1} is not CSV ({error})") from error
             except UnicodeDecodeError as error:
                 raise UserError(f"{extent.file} is not UTF-8 after line {read}: convert it") from error
+
+
+FORMAT = CsvFormat()

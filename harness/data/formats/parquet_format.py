@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.data.files.format import Extent, Row, RowFormat, require_distinct
-from harness.data.files.rows import BESIDE, COLUMNS, kind_of_row, plain_row
+from harness.data.formats.format import Extent, Row, RowFormat, require_distinct
+from harness.data.rows.kinds import BESIDE, COLUMNS, kind_of_row, plain_row
 from harness.errors import UserError, text_of
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class ParquetFormat(RowFormat):
                 for row in rows:
                     number += 1
                     yield f"{file}, row {number}", plain_row(row)
+
+
+FORMAT = ParquetFormat()
 
 
 @dataclass(frozen=True)

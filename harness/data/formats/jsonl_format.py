@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from harness.data.files.format import Extent, Row, RowFormat
-from harness.data.files.tools import with_unique_names
+from harness.data.formats.format import Extent, Row, RowFormat
 from harness.data.on_disk.shards import SHARD_BYTES
+from harness.data.rows.tools import with_unique_names
 from harness.errors import UserError
 
 _COUNTED_AT_ONCE = 1 << 20  # bytes of a read when lines are counted
@@ -57,6 +57,9 @@ class JsonlFormat(RowFormat):
                 if line.strip():
                     location = f"{extent.file}:{number}"
                     yield location, _of_line(line, location)
+
+
+FORMAT = JsonlFormat()
 
 
 def _lines_before(stream: BinaryIO, starts: Sequence[int]) -> Iterator[int]:

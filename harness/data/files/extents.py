@@ -1,4 +1,4 @@
-"""The formats of data files, and the shards into which files of any of them are divided."""
+"""The shards into which files of any format are divided."""
 
 from __future__ import annotations
 
@@ -7,24 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from harness.data.files.csv_format import CsvFormat
-from harness.data.files.format import Extent, Format
-from harness.data.files.json_format import JsonFormat
-from harness.data.files.jsonl_format import JsonlFormat
-from harness.data.files.parquet_format import ParquetFormat
-from harness.data.files.txt_format import TxtFormat
+from harness.data.formats import Extent, format_of
 from harness.data.on_disk.shards import make_shards, shard_bytes
 from harness.errors import UserError
-
-_PLAIN = TxtFormat()
-FORMATS: tuple[Format, ...] = (_PLAIN, JsonlFormat(), JsonFormat(), CsvFormat(), ParquetFormat())
-"""The formats, in the order in which messages name them."""
-SUFFIXES = tuple(each.suffix for each in FORMATS)
-
-
-def format_of(file: Path) -> Format:
-    """Return the format of a file by its suffix; a file with any other suffix is plain text."""
-    return next((each for each in FORMATS if each.suffix == file.suffix), _PLAIN)
 
 
 def planned(files: Sequence[Path], folder: Path) -> list[list[Extent]]:

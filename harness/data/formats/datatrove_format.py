@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.data.files.token_format import TokenFile, TokenFormat, mapped_ids
+from harness.data.formats.token_format import TokenFile, TokenFormat, mapped_ids
 from harness.errors import UserError
 
 
@@ -33,3 +33,6 @@ class DatatroveFormat(TokenFormat):
         if len(ends) and (ends[0] < 0 or bool((np.diff(ends) < 0).any())):
             raise UserError(f"{index} is damaged: its documents do not end one after the other")
         return TokenFile(path, ids, np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else ends)
+
+
+FORMAT = DatatroveFormat()

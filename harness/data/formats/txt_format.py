@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.data.files.format import Extent, Format
-from harness.data.files.pieces import PIECE_CHARACTERS
-from harness.data.files.rows import TEXT
+from harness.data.formats.format import Extent, Format
 from harness.data.on_disk.shards import SHARD_BYTES
+from harness.data.rows.kinds import TEXT
+from harness.data.rows.pieces import PIECE_CHARACTERS
 from harness.errors import UserError
 
 _LONGEST_REST = 3  # a UTF-8 character has at most this many bytes after its first
@@ -57,6 +57,9 @@ class TxtFormat(Format):
                     raise UserError(f"{extent.file} is not UTF-8 ({location}): convert it") from error
                 if text or start == 0:
                     yield {"text": text, "part": start // PIECE_CHARACTERS}
+
+
+FORMAT = TxtFormat()
 
 
 def decodes(file: Path) -> bool:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from harness.data.files.token_format import TokenFile, TokenFormat, mapped_ids
+from harness.data.formats.token_format import TokenFile, TokenFormat, mapped_ids
 from harness.data.on_disk.shards import mapped
 from harness.errors import UserError
 
@@ -64,6 +64,9 @@ class MegatronFormat(TokenFormat):
             )
         _require_in_order(index, lengths, pointers, ends, ids.itemsize)
         return TokenFile(path, ids, pointers[ends[ends < sequences]] // ids.itemsize)
+
+
+FORMAT = MegatronFormat()
 
 
 def _require_in_order(

@@ -1,4 +1,4 @@
-"""What a format of data files decides: how a file is cut into extents, and how an extent is read.
+"""A format of data files: how a file is cut into extents, and how an extent is read.
 
 Extents are the unit in which processes share the reading and in which results are kept. They depend on the file alone,
 never on the number of processes. A format raises UserError with the file and the line, row or byte that it cannot use,
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
-from harness.data.files.pieces import in_pieces
-from harness.data.files.rows import document, kind_of_row
 from harness.data.on_disk.shards import SHARD_BYTES
+from harness.data.rows.kinds import document, kind_of_row
+from harness.data.rows.pieces import in_pieces
 from harness.errors import UserError
 
 Row: TypeAlias = tuple[str, object]
@@ -52,7 +52,7 @@ class Format(ABC):
 
     @abstractmethod
     def kind(self, file: Path) -> str | None:
-        """Return the kind of a file's rows, as in `rows.py`, from its schema or first row; None if it has no row."""
+        """Return the kind of a file's rows, as in `rows/kinds.py`, by schema or first row; None if it has no row."""
 
     @abstractmethod
     def documents(self, extent: Extent, kind: str) -> Iterator[dict[str, str | int]]:
@@ -85,7 +85,7 @@ class RowFormat(Format):
         """Yield the rows of an extent."""
 
     def whole_rows(self, extent: Extent) -> Iterator[Row]:
-        """Yield the rows of an extent with all their columns, also those that no kind of `rows.py` has."""
+        """Yield the rows of an extent with all their columns, also those that no kind of `rows/kinds.py` has."""
         return self.rows(extent)
 
     def first_row(self, file: Path) -> Row | None:

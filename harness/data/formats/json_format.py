@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.data.files.format import Extent, Format, Row
-from harness.data.files.json_rows import first_row, is_whole, json_rows
-from harness.data.files.jsonl_format import JsonlFormat
+from harness.data.formats.format import Extent, Format, Row
+from harness.data.formats.json_rows import first_row, is_whole, json_rows
+from harness.data.formats.jsonl_format import JsonlFormat
 
 
 class JsonFormat(JsonlFormat):
@@ -32,3 +32,6 @@ class JsonFormat(JsonlFormat):
         """Return a row for each element of the array, or for each line."""
         file = Path(extent.file)
         return json_rows(file) if is_whole(file) else super().rows(extent)
+
+
+FORMAT = JsonFormat()
