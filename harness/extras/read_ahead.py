@@ -89,7 +89,13 @@ class ReadAhead(Generic[Plan, Step]):
         found = next(self._coming, None) if self._coming is not None else None
         if found is None or found[0] != plan:
             self.close()
-            self._coming = iter(self._loader(plan))
+            # Workers inherit the mask. Torch may start threads in them before `_begin_worker`; a signal that any thread
+            # leaves unblocked would end its worker.
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                self._coming = iter(self._loader(plan))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             found = next(self._coming)
         if isinstance(found[1], UserError):
             raise found[1]
@@ -156,9 +162,8 @@ def _as_it_is(item: Step) -> Step:
 
 
 def _begin_worker(_number: int) -> None:
-    """Ignore signals that the launcher sends to the whole process group; end with the parent, or when it sends one."""
+    """End with the parent, or when it sends a signal; those of the launcher to the whole process group are blocked."""
     signal.set_wakeup_fd(-1)  # inherited by the fork: signals of this process would wake up the parent
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_on_parents_signal, daemon=True).start()
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)

@@ -163,6 +163,23 @@ def test_workers_read_ahead_the_same_samples_also_after_a_rollback_and_end() -> 
     assert not any(worker.is_alive() for worker in workers)
 
 
+def test_a_signal_to_the_whole_run_is_blocked_in_every_thread_of_a_worker() -> None:
+    """Those that torch starts before the worker's own code runs as well."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(500, 500) @ torch.ones(500, 500)  # starts torch's threads, in the workers too
+    ahead = ReadAhead(lambda plan: os.getpid(), counting, workers=1)
+    try:
+        worker = ahead(0)
+        assert len(list(Path(f"/proc/{worker}/task").iterdir())) > 3  # main, signals, queue
+        for _ in range(5):  # which thread gets a signal is the kernel's choice
+            subprocess.run(["kill", "-TERM", str(worker)], check=True)
+        assert [ahead(plan) for plan in range(1, 6)] == [worker] * 5
+    finally:
+        ahead.close()
+        torch.set_num_threads(before)
+
+
 def test_what_a_worker_cannot_use_is_one_line() -> None:
     rows = [{"input_ids": [1] * (1 + i)} for i in range(8)]
     stream = streamed(rows, 4, workers=1)
