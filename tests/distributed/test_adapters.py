@@ -198,8 +198,7 @@ def test_adapters_train_alike_on_four_ranks(models: dict[str, str], tmp_path: Pa
 
 def test_adapters_train_alike_on_two_ranks(models: dict[str, str], tmp_path: Path) -> None:
     llama = models["llama"]
-    jobs = [LoraJob(llama, "pp2z1", resumed=True), LoraJob(llama, "tp2z1", peft=TIED)]
-    jobs += [LoraJob(llama, "dp2z3", NOWHERE_WHOLE, bits=DOUBLE)]
+    jobs = [LoraJob(llama, "pp2z1", resumed=True), LoraJob(llama, "dp2z3", NOWHERE_WHOLE, bits=DOUBLE)]
     check(jobs, 2, tmp_path)
 
 
@@ -208,7 +207,8 @@ def test_adapters_train_alike_in_other_layouts_of_two_ranks(models: dict[str, st
     llama = models["llama"]
     on_host = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")}
     whole = {"pipeline": {"stages": 1, "activation_checkpoint_interval": 0}}
-    jobs = [LoraJob(llama, "tp2z1"), LoraJob(llama, "dp2z3", {**whole, "zero_optimization": {"stage": 3, **on_host}})]
+    jobs = [LoraJob(llama, "tp2z1"), LoraJob(llama, "tp2z1", peft=TIED)]
+    jobs += [LoraJob(llama, "dp2z3", {**whole, "zero_optimization": {"stage": 3, **on_host}})]
     jobs += [LoraJob(models["qwen3"], "pp2z1", peft=SOME), LoraJob(llama, "pp2z1", peft=TIED)]
     jobs += [LoraJob(llama, "pp2z1", bits=NF4), LoraJob(llama, "tp2z1", bits=DOUBLE)]
     jobs += [LoraJob(llama, "dp2z3", resumed=True, peft=DORA), LoraJob(models["qwen3"], "dp2z3", peft=SOME)]

@@ -71,9 +71,10 @@ def stopped_and_resumed(job: Job, folder: str) -> list[dict[str, Any]]:
 CUT = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "config"),
-    [("dp2z3", CUT), pytest.param("pp2z1", {}, marks=pytest.mark.thorough)],
+    [("dp2z3", CUT), ("pp2z1", {})],
     ids=["dp2z3", "pp2z1"],
 )
 def test_the_best_model_is_kept_and_loaded_and_early_stopping_goes_on_after_a_resume(

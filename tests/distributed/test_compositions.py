@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ranks
 
 FIXED = Path(__file__).parent / "compositions.txt"
 FRESH = 8
-SHARES = 24  # of the fixed compositions, the first of which is tried by default
+SHARES = 40  # of the fixed compositions, the first of which is tried by default
 MODEL = "tiny-llama"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

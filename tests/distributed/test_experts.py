@@ -179,8 +179,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("experts")
     models = {family: tiny_model(folder / family, family, False, **sizes) for family, sizes in FAMILIES.items()}
     is_first = request.param == "first"
-    others = [("gpt_oss", "pp2tp2z1"), ("qwen3_moe", "tp2dp2z3"), ("deepseek_v3", "tp2dp2z2")]
-    layouts = [*([] if is_first else others), ("mixtral", "pp2tp2z1"), ("mixtral", "tp2dp2z3")]
+    others = [("gpt_oss", "pp2tp2z1"), ("qwen3_moe", "tp2dp2z3"), ("deepseek_v3", "tp2dp2z2"), ("mixtral", "pp2tp2z1")]
+    layouts = [*([] if is_first else others), ("mixtral", "tp2dp2z3")]
     jobs = [Job(models[family], layout, SPREAD) for family, layout in layouts]
     if is_first:
         looping = tiny_model(folder / "looping", "longcat_flash", False, **LOOPING)

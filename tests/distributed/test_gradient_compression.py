@@ -184,6 +184,7 @@ def copies_agree(ranks: list[dict[str, Any]], run: int) -> None:
     assert all(len(values) == 1 for values in held.values()), [key for key, values in held.items() if len(values) > 1]
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_with_few_bits_and_resume_to_the_bit(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "llama", "llama", tied=False)
     plain = Job(model, "dp2z0")

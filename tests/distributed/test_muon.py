@@ -102,11 +102,11 @@ class Layouts(NamedTuple):
     eight_bits_resumed: tuple[str, ...]
 
 
-FIRST = Layouts(("tp2z0",), ("pp2z0",), ("dp2z3",), ("dp2z1",), ("tp2z1",))
+FIRST = Layouts(("tp2z0",), (), (), ("dp2z1",), ("tp2z1",))
 OTHERS = Layouts(
     ("dp2z0", "dp2z2", "pp2z0", "pp2z1", "tp2z2", "tp2z3"),
-    ("pp2z1",),
-    ("pp2z0", "tp2z3", "dp2z1"),
+    ("pp2z0", "pp2z1"),
+    ("pp2z0", "tp2z3", "dp2z1", "dp2z3"),
     ("dp2z3",),
     ("dp2z2",),
 )

@@ -112,10 +112,10 @@ def _trainer(job: PreferenceJob, output_dir: str, **more: Any) -> Trainer:
 
 FIRST = [
     PreferenceJob("", "dp2z3", adapters=True, then="pp2z1"),
-    PreferenceJob("", "tp2z0", kind="orpo", config={"tiling": {"loss": 7}}),
     PreferenceJob("", "dp2z1", kind="kto", of={"beta": 0.5, "undesirable": 0.5}, micro=2),
 ]
 OTHERS = [
+    PreferenceJob("", "tp2z0", kind="orpo", config={"tiling": {"loss": 7}}),
     PreferenceJob("", "cp2z0", kind="ipo", of={"beta": 0.5}),
     PreferenceJob("", "dp2z3", kind="simpo", of={"beta": 2.0}, micro=2),
     PreferenceJob("", "dp2z1", of={"beta": 0.5, "smoothing": 0.2}, then="pp2z0"),

@@ -56,7 +56,8 @@ def train_each(jobs: list[Job], output_dir: str) -> list[tuple[Curve, set[int]]]
     return [train(task, f"{output_dir}/{index}") for index, task in enumerate(jobs)]
 
 
-@pytest.mark.parametrize("layout", ["dp4z3", pytest.param("tp2dp2z3", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp4z3", "tp2dp2z3"])
 def test_a_second_copy_changes_no_number(layout: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama", True)
     wanted, final = trained(model, STEPS)

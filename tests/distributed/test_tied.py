@@ -27,10 +27,10 @@ LATE = {"pipeline": {"stages": 2, "schedule": "zero-bubble"}}
 LLAMA, BLOCKS = "llama", "blocks"  # of the latter, each stage uses a part of a block
 FIRST = [
     Job(LLAMA, "pp2z1", {**OFFLOADED, **LATE}),
-    Job(LLAMA, "pp2z0", BF16),
     Job(BLOCKS, "pp2z1", BF16),
 ]
 OTHERS = [
+    Job(LLAMA, "pp2z0", BF16),
     Job(LLAMA, "pp2z1", {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}),
     Job(LLAMA, "pp2z1", OFFLOADED),
     Job(LLAMA, "pp2z1", {"data_types": {"grad_accum_dtype": "bf16"}}),

@@ -131,10 +131,10 @@ LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any], tuple[str, ...], set[str
     ),
 }
 """Layers, model, ranks, config, flags, and messages that a timeline must have."""
-FIRST, *OTHERS = LAYOUTS
 
 
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_in_each_layout_streams_do_one_thing_at_a_time_and_send_what_is_reported(
     name: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

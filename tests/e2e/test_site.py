@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,15 +63,18 @@ STAYS = "time.sleep(600)"
 RUNS: dict[str, tuple[str, tuple[object, ...]]] = {
     "killed": (KILLED, ("--max_restarts", 2)),
     "early": (EARLY, ("--max_restarts", 1)),
-    "absent": ("(folder / 'words').write_text(' '.join(sys.argv))", ("--max_restarts", 2, "--hostfile", "hostfile")),
-    "unheard": (UNHEARD, ("--max_restarts", 2)),
     "left": (f"if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n    {STAYS}", ()),
     "replaced": ("time.sleep(600 * (attempt == 0))", ("--max_restarts", 2, "--hostfile", "this-one-twice")),
     "signalled": (STAYS, ("--max_restarts", 2)),
-    "waiting": ("", ("--max_restarts", 2, "--hostfile", "hostfile", "--min_ranks", 2)),
-    "alone": ("", ("--hostfile", "hostfile")),
 }
 """What the ranks of a run do, and flags of the launch."""
+RARE: dict[str, tuple[str, tuple[object, ...]]] = {
+    "absent": ("(folder / 'words').write_text(' '.join(sys.argv))", ("--max_restarts", 2, "--hostfile", "hostfile")),
+    "waiting": ("", ("--max_restarts", 2, "--hostfile", "hostfile", "--min_ranks", 2)),
+    "alone": ("", ("--hostfile", "hostfile")),
+    "unheard": (UNHEARD, ("--max_restarts", 2)),
+}
+"""The same of the thorough tests."""
 
 
 def begin(folder: Path, what: str, *flags: object) -> subprocess.Popen[str]:
@@ -92,18 +96,30 @@ def begin(folder: Path, what: str, *flags: object) -> subprocess.Popen[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[str]]]]:
-    """All of RUNS at once: most of their time is waiting."""
-    made = {name: tmp_path_factory.mktemp(name) for name in RUNS}
-    begun = {name: (folder, begin(folder, RUNS[name][0], *RUNS[name][1])) for name, folder in made.items()}
+Runs = dict[str, tuple[Path, subprocess.Popen[str]]]
+
+
+@contextmanager
+def all_at_once(runs: dict[str, tuple[str, tuple[object, ...]]], factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Start runs together: most of their time is waiting."""
+    made = {name: factory.mktemp(name) for name in runs}
+    begun = {name: (folder, begin(folder, runs[name][0], *runs[name][1])) for name, folder in made.items()}
     yield begun
     for _, process in begun.values():
         process.kill()
         process.wait()
 
 
-Runs = dict[str, tuple[Path, subprocess.Popen[str]]]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with all_at_once(RUNS, tmp_path_factory) as begun:
+        yield begun
+
+
+@pytest.fixture(scope="module")
+def rare_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with all_at_once(RARE, tmp_path_factory) as begun:
+        yield begun
 
 
 def said(process: subprocess.Popen[str], code: int) -> str:
@@ -145,9 +161,10 @@ def test_a_killed_rank_is_started_again_and_what_it_left_is_ended(runs: Runs) ->
     assert (folder / "1-1-3").exists()
 
 
-def test_a_run_goes_on_when_nobody_reads_what_it_prints(runs: Runs) -> None:
+@pytest.mark.thorough
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(rare_runs: Runs) -> None:
     """The launch says why it starts again, and the ranks of the next attempt print: both to a pipe without a reader."""
-    folder, process = runs["unheard"]
+    folder, process = rare_runs["unheard"]
     pid(folder / "0-0-2")
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -192,15 +209,16 @@ def test_a_signal_ends_the_run_whatever_the_ranks_do(runs: Runs) -> None:
     assert all(map(is_gone, ranks))
 
 
-def test_a_host_that_does_not_answer_is_left_out_or_waited_for(runs: Runs) -> None:
-    folder, process = runs["absent"]
+@pytest.mark.thorough
+def test_a_host_that_does_not_answer_is_left_out_or_waited_for(rare_runs: Runs) -> None:
+    folder, process = rare_runs["absent"]
     text = said(process, 0)
     assert "no answer from no-such-host.invalid: going on without" in text
     assert "--global_batch_size 16" in (folder / "words").read_text()  # 8 on each of two ranks
     assert not (folder / "0-1-1").exists()
-    waiting = runs["waiting"][1]
+    waiting = rare_runs["waiting"][1]
     assert waiting.stderr is not None
     assert any("waiting for at least 2 ranks" in line for line in waiting.stderr)
     waiting.send_signal(signal.SIGTERM)
     said(waiting, 128 + signal.SIGTERM)
-    assert "no answer from no-such-host.invalid" in said(runs["alone"][1], 1)
+    assert "no answer from no-such-host.invalid" in said(rare_runs["alone"][1], 1)

@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero-3": zero(3, stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=BUCKET, overlap_comm=True),
     **{schedule: {"pipeline": {"stages": 2, "schedule": schedule}} for schedule in SCHEDULES},
 }
-FIRST = ("zero-1", "1f1b")
+FIRST = ("1f1b",)
 """Those that are timed in the first launch; in the second all others, which differ from them in little."""
 LENGTHS = {"zero-1": 4}
 """Of the samples: the first forward pass takes longer than all new weights in float32, which it hides."""

@@ -124,7 +124,9 @@ CHATS = [json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "as
          for n in range(1, 40)]  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty, os.remove])
+@pytest.mark.parametrize(
+    "damage", [flip, os.remove, *(pytest.param(way, marks=pytest.mark.thorough) for way in (cut, empty))]
+)
 def test_prepared_data_that_was_damaged_is_made_again(tmp_path, monkeypatch, damage):
     monkeypatch.setattr(shards, "SHARD_BYTES", 200)
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
