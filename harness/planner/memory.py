@@ -268,7 +268,7 @@ def _state_bytes(workload: Workload, strategy: Strategy) -> float:
 
 def in_flight(strategy: Strategy, index: int) -> float:
     """Return the largest number of micro-batches whose activations a stage holds at once."""
-    chunks = ModelChunks(strategy.pp_size, strategy.chunks)
+    chunks = ModelChunks(strategy.pp_size, strategy.chunks_per_stage, strategy.is_folded)
     return SCHEDULES[strategy.schedule_name].in_flight(chunks, strategy.accumulation, index)
 
 

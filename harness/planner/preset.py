@@ -12,7 +12,7 @@ from harness.config.text.document import from_text
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.workload import Strategy
-from harness.schedules import DEFAULT
+from harness.schedules import DEFAULT, SCHEDULES
 
 
 def preset(strategy: Strategy, precision: str) -> JsonObject:
@@ -54,7 +54,7 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
         }
         if strategy.schedule_name != DEFAULT:
             config["pipeline"]["schedule"] = strategy.schedule_name
-        if strategy.chunks > 1:
+        if strategy.chunks > 1 and SCHEDULES[strategy.schedule_name].chunks is None:
             config["pipeline"]["chunks_per_stage"] = strategy.chunks
     if strategy.tp_size > 1:
         config["tensor_parallel"] = {"autotp_size": strategy.tp_size}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from harness.config.model.plans import plan_refusal, spreads_experts
 from harness.config.model.sharding import Heads
@@ -15,7 +16,7 @@ from harness.planner.hardware import GIB, HEADROOM, Hardware
 from harness.planner.model_config import text_decoder
 from harness.planner.shape import DecoderShape
 from harness.planner.workload import DEEPSPEED, Habits, Offload, Recompute, Strategy, Workload, layer_parameters
-from harness.schedules import SCHEDULES
+from harness.schedules import DEFAULT, SCHEDULES, ModelChunks, PipelineSchedule
 from harness.topology.layout import divisors
 from harness.wording import counted
 
@@ -226,18 +227,42 @@ def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
     yield one
     if one.pp_size == 1:
         return
-    layers, chunks = len(task.workload.shape.layers), [2]
-    if task.workload.habits.equal_stages:  # embedding and head may each count as a layer, and fill a chunk
-        each = {-(-whole // one.pp_size) for whole in (layers, layers + 2)}
-        layers += 2
-        chunks = sorted({count for stage in each for count in divisors(stage) if 1 < count <= layers // one.pp_size})
-    has_chunks = 2 * one.pp_size <= layers
-    if has_chunks:
-        yield from (replace(one, chunks=count) for count in chunks)
-    if one.recompute == "none":  # recomputation would free the operands of deferred weight gradients
-        for schedule in SCHEDULES.values():
-            if schedule.defers and not schedule.predicted_as and (schedule.chunks == 1 or has_chunks):
-                yield replace(one, schedule=schedule.name)
+    orders: dict[tuple[str, int], None] = {}
+    for schedule in SCHEDULES.values():
+        # recomputation would free the operands of deferred weight gradients
+        recomputes = schedule.defers and one.recompute != "none"
+        if not recomputes and not _is_1f1b_better(schedule, one.pp_size, one.accumulation):
+            name = schedule.predicted_as or schedule.name
+            orders |= dict.fromkeys((name, chunks) for chunks in _chunks(task, one.pp_size, schedule))
+    yield from (replace(one, schedule=name, chunks=chunks) for name, chunks in orders)
+
+
+@cache
+def _is_1f1b_better(schedule: PipelineSchedule, stages: int, micro_batches: int) -> bool:
+    """Return whether 1F1B waits no longer than a schedule of the same passes, and holds no more activations."""
+    usual = SCHEDULES[DEFAULT]
+    if schedule.chunks != 1 or schedule.defers:
+        return False
+    chunks = ModelChunks(stages)
+    return usual.waits(chunks, micro_batches) <= schedule.waits(chunks, micro_batches) and all(
+        usual.in_flight(chunks, micro_batches, stage) <= schedule.in_flight(chunks, micro_batches, stage)
+        for stage in range(stages)
+    )
+
+
+def _chunks(task: Task, stages: int, schedule: PipelineSchedule) -> list[int]:
+    """Return the numbers of chunks per stage to try, as `Strategy.chunks` counts them; none if layers are too few."""
+    layers, equal = len(task.workload.shape.layers), task.workload.habits.equal_stages
+    # embedding and head may each count as a layer, and fill a chunk
+    each = {-(-whole // stages) for whole in (layers, layers + 2)}
+    layers += 2 * equal
+    if (schedule.chunks or 2) * stages > layers:
+        return []
+    if schedule.chunks is not None:
+        return [1 if schedule.folded else schedule.chunks]
+    if not equal:
+        return [2]
+    return sorted({count for stage in each for count in divisors(stage) if 1 < count <= layers // stages})
 
 
 def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:

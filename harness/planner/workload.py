@@ -181,7 +181,7 @@ class Strategy:
         loss_tile, block_tile: tokens of a sample for which the loss, or feed-forward blocks and norms, are computed at
             a time; 0: all.
         attention_tile: queries for which an attention mask is made at a time; 0: all.
-        schedule: the pipeline's schedule, if each stage has one model chunk or two folded ones.
+        schedule: the pipeline's schedule; with several chunks 1F1B stands for another one, see `schedule_name`.
         chunks: model chunks of each stage (Narayanan et al. 2021); 1 where they are folded.
         sequence_parallel: whether tensor-parallel ranks split the sequence between their layers (Korthikanti et al.
             2022).
@@ -254,7 +254,7 @@ class Strategy:
     @property
     def schedule_name(self) -> str:
         """The value of `pipeline.schedule`."""
-        return self.schedule if self.chunks == 1 else INTERLEAVED
+        return INTERLEAVED if self.schedule == DEFAULT and self.chunks > 1 else self.schedule
 
     @property
     def global_batch(self) -> int:

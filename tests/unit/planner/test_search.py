@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from harness.errors import UserError
 from harness.planner.cli.verbs import estimate_lines, plan_lines
 from harness.planner.hardware import GIB, Hardware, load_hardware
+from harness.planner.preset import preset
 from harness.planner.search import (
     NO_HOST_MEMORY,
     NO_MEMORY,
@@ -25,6 +26,7 @@ from harness.planner.search import (
     task_of,
 )
 from harness.planner.workload import HABITS, Strategy, layer_parameters
+from harness.schedules import SCHEDULES, ModelChunks, PipelineSchedule
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 256}
 TINY |= {"intermediate_size": 128, "num_key_value_heads": 4, "tie_word_embeddings": False}
@@ -120,6 +122,49 @@ def test_schedules_and_shared_sequences_are_tried_where_they_can_run(
     assert {(one.schedule_name, one.chunks_per_stage) for one in found if one.pp_size == world_size} == orders
     assert {one.tp_size for one in found if one.sequence_parallel} == shared
     assert {(one.schedule_name, one.chunks_per_stage) for one in found if one.pp_size == 1} == {("1f1b", 1)}
+
+
+@pytest.mark.parametrize(
+    ("record", "waits", "tried", "with_recomputation"),
+    [
+        pytest.param({}, 1, {1}, True, id="shorter waits"),
+        pytest.param({}, 3, set(), False, id="as long as 1F1B, with as many activations"),
+        pytest.param({"defers": True}, 3, {1}, False, id="weight gradients are deferred"),
+        pytest.param({"chunks": None}, 9, {2}, True, id="any number of chunks"),
+        pytest.param({"chunks": 3}, 9, {3}, True, id="three chunks"),
+        pytest.param({"chunks": 4}, 9, set(), False, id="more chunks than layers"),
+        pytest.param({"chunks": 2, "folded": True}, 9, {2}, True, id="folded"),
+        pytest.param({"predicted_as": "zero-bubble"}, 1, set(), False, id="another stands for it"),
+    ],
+)
+def test_a_schedule_is_tried_as_its_record_says(
+    record: dict[str, Any], waits: int, tried: set[int], with_recomputation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = SCHEDULES["1f1b"]
+    seen = set()
+
+    def in_flight(chunks: ModelChunks, micro_batches: int, stage: int) -> float:
+        seen.add(chunks)
+        return usual.in_flight(chunks, micro_batches, stage)
+
+    new = PipelineSchedule(
+        **{"chunks": 1} | record, name="new", paper="", order=usual.order, waits=lambda *_: waits, in_flight=in_flight
+    )
+    monkeypatch.setitem(SCHEDULES, "new", new)  # type: ignore[arg-type]  # a dict
+    asked = task(2, model={**TINY, "num_hidden_layers": 7}, global_batch=16)
+    found = search(asked)
+    ours = [one for one in (*found.fitting, *found.too_large) if one.strategy.schedule_name == "new"]
+    assert {one.strategy.chunks_per_stage for one in ours} == tried
+    assert {one.strategy.pp_size for one in ours} == ({2} if tried else set())
+    assert any(one.strategy.recompute == "full" for one in ours) == with_recomputation
+    if not tried:
+        return
+    assert ModelChunks(2, *tried, folded=new.folded) in seen
+    pipeline = preset(ours[0].strategy, "bf16")["pipeline"]
+    assert pipeline["schedule"] == "new" and pipeline.get("chunks_per_stage") == (None if new.chunks else 2)
+    if waits == 1:
+        best = next(one for one in found.fitting if one.strategy.pp_size == 2)
+        assert best.strategy.schedule_name == "new"
 
 
 def test_experts_are_spread_over_no_more_ranks_than_there_are() -> None:
