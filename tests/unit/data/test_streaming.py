@@ -382,12 +382,12 @@ class Stateful(Counting):
 @pytest.mark.parametrize("make", ITERABLES)
 def test_a_data_set_that_knows_where_it_stands_is_asked_for_it(make):
     def stream(buffer=5):
-        rows = DocumentRows(Stateful(lambda i: make(i % 40), 700), "train_dataset")
+        rows = DocumentRows(Stateful(lambda i: make(i % 40), 450), "train_dataset")
         maker = RowsAsTheyAre() if rows.kind is None else sample_maker(rows.kind, ByteTokenizer(), BLOCK, packing=False)
         return Streamed([StreamedSource(rows, maker)], buffer=buffer), rows._dataset
 
     whole, _ = stream()
-    for consumed in (600, 1605):  # in the first pass, and in a later one
+    for consumed in (440, 905):  # in the first pass, and in a later one
         kept = json.loads(json.dumps(whole.position(consumed)))
         again, dataset = stream()
         again.seek(kept, consumed)
