@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from harness import Trainer, UserError
+from harness import Trainer
 from harness.checkpoint.directories import read_progress
 from tests.support.ranks import run_ranks
 from tests.support.training import Job, arguments_of, rows, second_host, tiny_model
+from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
 
@@ -97,11 +98,7 @@ def model_alone(job: Job, folder: str) -> str:
     trainer = Trainer(job.model, arguments_of(job, folder, max_steps=2, save_steps=2, save_only_model=True), rows())
     trainer.train()
     trainer.close()
-    try:
-        Trainer(job.model, arguments_of(job, folder, resume_from_checkpoint="auto"), rows())
-    except UserError as error:
-        return str(error)
-    return "resumed"
+    return refusal_of(lambda: Trainer(job.model, arguments_of(job, folder, resume_from_checkpoint="auto"), rows()))
 
 
 def test_a_checkpoint_of_the_model_alone_is_smaller_and_no_run_goes_on_from_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,20 @@ from harness import Trainer, TrainingArguments
 from harness.verify.tiny_copy import tiny_config
 from harness.verify.tiny_copy import tiny_model as tiny_copy
 from tests.support.ranks import DEVICE, run_ranks
-from tests.support.training import BATCH, STEPS, Curve, Job, reference, rows, tiny_model, train_all, worst
+from tests.support.training import (
+    BATCH,
+    STEPS,
+    Curve,
+    Job,
+    by_torch,
+    reference,
+    rows,
+    steps_of,
+    tiny_model,
+    train_all,
+    worst,
+)
+from tests.support.workers import for_each
 
 pytestmark = pytest.mark.ranks
 
@@ -24,17 +38,10 @@ WIDTH = 8
 LOSS, NORM = 2e-6, 4e-5  # of the norm: processors round the sums of four ranks' states otherwise
 
 
-class Points(torch.utils.data.Dataset):
+def points(n: int) -> list[Any]:
     """Points of the plane with a number of their own, labelled by a smooth function of both."""
-
-    def __init__(self, n: int) -> None:
-        self.x = torch.randn(n, 2, generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> Any:
-        return (self.x[i], torch.tensor(i)), self.x[i, :1].sin() * (i % 3)
+    drawn = torch.randn(n, 2, generator=torch.Generator().manual_seed(3))
+    return [((x, torch.tensor(i)), x[:1].sin() * (i % 3)) for i, x in enumerate(drawn)]
 
 
 class First(nn.Module):
@@ -83,10 +90,6 @@ class Last(nn.Module):
         return self.inner(hidden) * (number % 3)[:, None] + rest * 0.1
 
 
-def layers() -> list[Any]:
-    return [LayerSpec(First), *[LayerSpec(Middle) for _ in range(3)], LayerSpec(Last)]
-
-
 def config(stages: int, tensor: int, stage: int, **sections: Any) -> dict[str, Any]:
     return {
         "train_batch_size": BATCH,
@@ -109,29 +112,18 @@ OTHERS = [
 ]
 
 
-def steps(trainer: Trainer, n: int) -> Curve:
-    records = [trainer.training_step() for _ in range(n)]
-    trainer.close()
-    return [(record.loss, record.grad_norm or 0.0) for record in records]
-
-
 def arguments(section: dict[str, Any], folder: str) -> TrainingArguments:
-    return TrainingArguments(
-        deepspeed_config=section, output_dir=folder, max_steps=STEPS, learning_rate=1e-2, lr_scheduler_type="constant"
-    )
+    like_by_torch: Any = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "adam_beta2": 0.95}
+    return TrainingArguments(deepspeed_config=section, output_dir=folder, max_steps=STEPS, **like_by_torch)
 
 
 def own_layers(section: dict[str, Any], folder: str) -> Curve:
-    data = Points(STEPS * BATCH)
-    trainer = Trainer(
-        layers(),
-        arguments(section, folder),
-        train_dataset=data,
-        eval_dataset=Points(13),
-        loss_fn=nn.functional.mse_loss,
-    )
-    first = trainer.evaluate()["eval_loss"]
-    return [(first, 1.0), *steps(trainer, STEPS)]
+    layers = [LayerSpec(First), *[LayerSpec(Middle) for _ in range(3)], LayerSpec(Last)]
+    data, loss = (points(STEPS * BATCH), points(13)), nn.functional.mse_loss
+    trainer = Trainer(layers, arguments(section, folder), *data, loss_fn=loss)
+    curve = [(trainer.evaluate()["eval_loss"], 1.0), *steps_of(trainer)]
+    trainer.close()
+    return curve
 
 
 def packed(samples: list[dict[str, list[int]]]) -> Any:
@@ -144,30 +136,15 @@ def packed(samples: list[dict[str, list[int]]]) -> Any:
 
 def documents(model: str, section: dict[str, Any], folder: str) -> Curve:
     trainer = Trainer(model, arguments(section, folder), train_dataset=rows(), data_collator=packed)
-    return steps(trainer, STEPS)
-
-
-def documents_at_once(model: str) -> Curve:
-    """The same by plain torch, which gives the model its position ids."""
-    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
-    (ids, positions), labels = packed(rows())
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.0)
-    curve = []
-    for _ in range(STEPS):
-        # with a cache transformers would not keep the documents apart
-        loss = whole(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((loss.item(), norm.item()))
+    curve = steps_of(trainer)
+    trainer.close()
     return curve
 
 
 def everywhere(sections: list[dict[str, Any]], model: str, folder: str) -> tuple[list[Curve], list[Curve]]:
-    own = [own_layers(section, f"{folder}/own{i}") for i, section in enumerate(sections)]
+    own = for_each(own_layers, sections, f"{folder}/own")
     # the compositions have packed documents in other layouts
-    return own, [documents(model, section, f"{folder}/ids{i}") for i, section in enumerate(sections[:1])]
+    return own, for_each(partial(documents, model), sections[:1], f"{folder}/ids")
 
 
 @pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
@@ -177,7 +154,11 @@ def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(
     model = tiny_model(tmp_path / "model", "llama", True, num_hidden_layers=4)  # for four stages
     own, packed_ids = run_ranks(4, everywhere, layouts, model, str(tmp_path), timeout_s=300)[0]
     ((alone,), _) = run_ranks(1, everywhere, [PLAIN], model, str(tmp_path / "alone"))[0]
-    plain = documents_at_once(model)
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    (ids, positions), labels = packed(rows())
+    by_position: Any = {"input_ids": ids, "position_ids": positions, "labels": labels}
+    # with a cache transformers would not keep the documents apart
+    plain = by_torch(whole, lambda: whole(**by_position, use_cache=False).loss, rate=1e-2)
     for curves, wanted in ((own, alone), (packed_ids, plain)):
         for section, curve in zip(layouts, curves, strict=False):
             loss, norm = worst(curve, wanted)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments, UserError
+from harness import Trainer, TrainingArguments
 from harness.batches.stream import BatchStream
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
@@ -34,6 +34,7 @@ from tests.support.training import (
     train_all,
     worst,
 )
+from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
 
@@ -118,11 +119,7 @@ def refusal(job: Job, folder: str) -> str:
     """What the Trainer says to a job that it refuses."""
     config = job.deepspeed_config()
     arguments = TrainingArguments(deepspeed_config=config, output_dir=folder, max_steps=1, **job.arguments)
-    try:
-        Trainer(job.model, arguments, train_dataset=rows())
-    except UserError as error:
-        return str(error)
-    return "nothing"
+    return refusal_of(lambda: Trainer(job.model, arguments, train_dataset=rows()))
 
 
 @on_device

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from harness.errors import UserError
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 from tests.support.ranks import run_ranks
+from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
 
@@ -33,10 +36,6 @@ def plan(stages: list[StageTensors]) -> dict[str, FileRegion]:
     }
 
 
-def refuse(stages: list[StageTensors]) -> dict[str, FileRegion]:
-    raise UserError("no room")
-
-
 def deal() -> list[tuple[bool, str]]:
     """Of each layout: whether the places of the own stage came and no others, and what a refusal said."""
     found = []
@@ -48,11 +47,7 @@ def deal() -> list[tuple[bool, str]]:
         right = [regions[entry.name] for entry in own] == [
             FileRegion(path=Path(f"file-{stage}"), start=index, entry=entry) for index, entry in enumerate(own)
         ]
-        try:
-            dealt_regions(own, groups, refuse)
-            refused = ""
-        except UserError as error:
-            refused = str(error)
+        refused = refusal_of(partial(dealt_regions, own, groups, Mock(side_effect=UserError("no room"))))
         found.append((right and len(regions) == MANY, refused))
     return found
 

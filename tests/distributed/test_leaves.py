@@ -15,7 +15,7 @@ from harness import Trainer, TrainingArguments
 from harness.parallel.pipeline.staged_module import build_layers
 from tests.support.experts import WIDTH, ByRow, Listed, ReadByParent, Residual, Stacked
 from tests.support.ranks import run_ranks
-from tests.support.training import Curve, Job, reference, train, worst
+from tests.support.training import Curve, Job, by_torch, reference, steps_of, train, worst
 
 pytestmark = pytest.mark.ranks
 
@@ -28,56 +28,35 @@ def config(bucket: int) -> dict[str, Any]:
     return {"zero_optimization": zero}
 
 
-class Rows(torch.utils.data.Dataset):
+def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Rows of numbers, larger from one to the next, so that they choose other experts."""
-
-    def __len__(self) -> int:
-        return BATCH
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i)) * (i + 1) + i
-        return x, x.sum(-1, keepdim=True).sin()
+    drawn = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i)) * (i + 1) + i for i in range(BATCH)]
+    return [(x, x.sum(-1, keepdim=True).sin()) for x in drawn]
 
 
 def layers() -> list[Any]:
+    torch.manual_seed(0)  # the experts draw their weights here
     kinds = (Listed, ByRow, Stacked, ReadByParent)
     middle = [LayerSpec(Residual, nn.Sequential(nn.LayerNorm(WIDTH), kind())) for kind in kinds]
     return [LayerSpec(nn.Linear, WIDTH, WIDTH), *middle, LayerSpec(nn.Linear, WIDTH, 1)]
 
 
 def train_own(bucket: int, folder: str) -> Curve:
-    torch.manual_seed(0)
     settings = {"max_steps": STEPS, "learning_rate": 1e-3, "save_steps": 0, "lr_scheduler_type": "constant"}
+    settings["adam_beta2"] = 0.95  # as `by_torch` has
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": BATCH // 2}
     arguments = TrainingArguments(
         deepspeed_config={**config(bucket), **batch}, output_dir=folder, **settings, seed=SEED
     )
-    trainer = Trainer(layers(), arguments, train_dataset=Rows(), loss_fn=nn.functional.mse_loss)
-    records = [trainer.training_step() for _ in range(STEPS)]
+    trainer = Trainer(layers(), arguments, train_dataset=rows(), loss_fn=nn.functional.mse_loss)
+    curve = steps_of(trainer, STEPS)
     trainer.close()
-    return [(record.loss, record.grad_norm or 0.0) for record in records]
+    return curve
 
 
 def train_all(dbrx: str, folder: str) -> list[Curve]:
     curves = [train_own(bucket, folder) for bucket in BUCKETS]
     return curves + [train(Job(dbrx, "dp2z3", config(bucket)), folder) for bucket in BUCKETS]
-
-
-def own_reference() -> Curve:
-    """The same training by plain torch in one process."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*build_layers(layers(), 0, 6, SEED).calls)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    inputs, labels = (torch.stack(tensors) for tensors in zip(*(Rows()[i] for i in range(BATCH)), strict=True))
-    curve = []
-    for _ in range(STEPS):
-        loss = nn.functional.mse_loss(model(inputs), labels)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append((loss.item(), norm.item()))
-    return curve
 
 
 def test_experts_of_every_form_train_as_in_one_process(tmp_path: Path) -> None:
@@ -87,7 +66,10 @@ def test_experts_of_every_form_train_as_in_one_process(tmp_path: Path) -> None:
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "vocab_size": 320}
     dbrx = CONFIG_MAPPING["dbrx"](**sizes, ffn_config=experts, attn_config=attention)
     AutoModelForCausalLM.from_config(dbrx).save_pretrained(tmp_path / "dbrx")
-    own, decoder = own_reference(), reference(str(tmp_path / "dbrx"))
+    model = nn.Sequential(*build_layers(layers(), 0, 6, SEED).calls)
+    inputs, labels = (torch.stack(tensors) for tensors in zip(*rows(), strict=True))
+    own = by_torch(model, lambda: nn.functional.mse_loss(model(inputs), labels), STEPS)
+    decoder = reference(str(tmp_path / "dbrx"))
     curves = run_ranks(2, train_all, str(tmp_path / "dbrx"), str(tmp_path / "out"), timeout_s=200)[0]
     for curve, wanted in zip(curves, (own, own, decoder, decoder), strict=True):
         loss, norm = worst(curve, wanted)

@@ -16,6 +16,7 @@ from harness.checkpoint.exporting.weights import gather_zero3
 from harness.deepspeed.zero3_parameters import Partition
 from tests.support.ranks import run_ranks, script_on_ranks
 from tests.support.training import Job, arguments_of, rows, tiny_model
+from tests.support.workers import for_each
 
 pytestmark = pytest.mark.ranks
 
@@ -44,20 +45,6 @@ class Fragile(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(BadGradient.apply(x)).tanh()
-
-
-class Points(torch.utils.data.Dataset):
-    """Samples of which some hold `value`; they fall into some steps of the first epoch and not into others."""
-
-    def __init__(self, value: float) -> None:
-        self.x = torch.randn(STEPS * BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
-        self.x[5] = value
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return self.x[i], self.x[i].nan_to_num().clamp(-1, 1)[:1]
 
 
 @dataclass(frozen=True)
@@ -97,8 +84,11 @@ def outcome(case: Case, folder: str) -> dict[str, Any]:
         save_steps=0,
         nonfinite=case.policy,
     )
+    inputs = torch.randn(STEPS * BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    inputs[5] = case.value  # in one step of the first epoch
+    data = [(x, x.nan_to_num().clamp(-1, 1)[:1]) for x in inputs]
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Fragile), LayerSpec(nn.Linear, WIDTH, 1), torch.tanh]
-    trainer = Trainer(layers, arguments, train_dataset=Points(case.value), loss_fn=nn.functional.mse_loss)
+    trainer = Trainer(layers, arguments, train_dataset=data, loss_fn=nn.functional.mse_loss)
     message, still = "", []
     held = weights(trainer)
     for _ in range(STEPS):
@@ -117,10 +107,6 @@ def outcome(case: Case, folder: str) -> dict[str, Any]:
     return {"message": message, "still": still, "finite": finite, "unmoved": unmoved, "skipped": skipped}
 
 
-def outcomes(cases: list[Case], folder: str) -> list[Any]:
-    return [outcome(case, folder) for case in cases]
-
-
 KINDS = [(1, 0, "fp32", 1.0), (2, 0, "fp32", 1.0), (2, 1, "bf16", 0.0), (1, 2, "bf16", 1.0), (1, 3, "fp32", 1.0)]
 HOW = ((float("nan"), "stop"), (1e3, "skip"))  # what is in the data, and what is said about it
 STOP, SKIP = ([Case(*kind[:2], value, policy, *kind[2:]) for kind in KINDS] for value, policy in HOW)
@@ -133,7 +119,7 @@ GOES_ON = Case(stages=2, zero=0, value=float("nan"), policy="warn")
 def test_a_step_that_is_not_finite_moves_no_weight_and_every_rank_decides_alike(
     cases: list[Case], tmp_path: Path
 ) -> None:
-    ranks = run_ranks(2, outcomes, [*cases, GOES_ON], str(tmp_path), timeout_s=300)
+    ranks = run_ranks(2, for_each, outcome, [*cases, GOES_ON], tmp_path, timeout_s=300)
     assert ranks[0] == ranks[1]
     *results, goes_on = ranks[0]
     assert not goes_on["finite"] and not goes_on["message"] and not goes_on["skipped"]

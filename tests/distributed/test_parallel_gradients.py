@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan, PlanRule, wildcard
 from harness.parallel.tensor.shared_input import SharedInput
 from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
 from tests.support.ranks import on_device, run_ranks
+from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
 PLAN = Plan(model_type="any", rules={"up": PlanRule(style="colwise"), "down": PlanRule(style="rowwise")})
@@ -99,12 +99,12 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         (nn.Sequential(nn.Linear(IN, OUT)), {"0": "all_reduce"}),
     ):
         plan = Plan(model_type="any", rules={wildcard(name): PlanRule(style=style) for name, style in styles.items()})
-        try:
+
+        def cut_and_run(module: nn.Module = module, plan: Plan = plan) -> None:
             cut(module, "", plan, TensorParallel.of(group), None)
             module(torch.randn(*TOKENS, IN, requires_grad=True))
-            said.append("nothing")
-        except UserError as error:
-            said.append(str(error))
+
+        said.append(refusal_of(cut_and_run))
     return said
 
 

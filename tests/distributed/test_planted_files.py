@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 from harness import Trainer, TrainingArguments
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import MANIFEST, contents, write_manifest
-from harness.errors import UserError
 from tests.support.ranks import run_ranks
 from tests.support.training import rows
+from tests.support.workers import refusal_of
 
 READ = {"model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json", MANIFEST}
 """The files that a resumed run reads; the others are for HuggingFace."""
@@ -31,22 +30,6 @@ class Command:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {self.marker}",)
-
-
-def saved(value: Any) -> bytes:
-    """The file that torch makes of a value."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def said_by(action: Callable[[], object]) -> str:
-    """What is said to the user; empty if all goes well."""
-    try:
-        action()
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def plant_everywhere(folder: str) -> list[tuple[str, bool, str, str]]:
@@ -63,15 +46,17 @@ def plant_everywhere(folder: str) -> list[tuple[str, bool, str, str]]:
     checkpoint, state = output_dir / "checkpoint-1", trainer.run.engine_state
     state.load(checkpoint)
     listed = (checkpoint / MANIFEST).read_bytes()
+    by_torch = io.BytesIO()
+    torch.save(Command(marker), by_torch)
     found = []
     for path in sorted(checkpoint.rglob("*")):
         sound = path.read_bytes()
-        for planted in (saved(Command(marker)), pickle.dumps(Command(marker))):
+        for planted in (by_torch.getvalue(), pickle.dumps(Command(marker))):
             path.write_bytes(planted)
-            verified = said_by(lambda: training_state.first_unchanged(checkpoint, output_dir, auto=False))
+            verified = refusal_of(lambda: training_state.first_unchanged(checkpoint, output_dir, auto=False))
             if path.name != MANIFEST:
                 write_manifest(checkpoint, 1, contents(checkpoint))
-            loaded = said_by(lambda: state.load(checkpoint))
+            loaded = refusal_of(lambda: state.load(checkpoint))
             found.append((path.name, marker.exists(), verified, loaded))
         path.write_bytes(sound)
         (checkpoint / MANIFEST).write_bytes(listed)

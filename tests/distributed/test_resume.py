@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness import Trainer, TrainerCallback, TrainingArguments
 from harness.checkpoint import integrity
 from harness.checkpoint.directories import read_manifest
 from harness.console import Console
 from harness.training.saving.resume import resume_named
 from tests.support.ranks import run_ranks
 from tests.support.training import Job, logged, rows, tiny_model
+from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
 
@@ -117,11 +118,7 @@ def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str,
         content[-1] ^= 1  # one bit
         spoilt.write_bytes(content)
     dist.barrier()
-    try:
-        begin(str(place / "checkpoint-4"))
-        said = "accepted"
-    except UserError as error:
-        said = str(error)
+    said = refusal_of(lambda: begin(str(place / "checkpoint-4")))
     again = begin("auto")
     step = again.state.global_step
     again.train()
@@ -129,11 +126,7 @@ def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str,
     if dist.get_rank() == 1:
         shutil.copytree(readable, cut)
         os.truncate(cut / "exp_avg_sq.safetensors", 1000)
-    try:
-        again.run.engine_state.load(cut if dist.get_rank() == 1 else readable)
-        unread = "accepted"
-    except UserError as error:
-        unread = str(error)
+    unread = refusal_of(lambda: again.run.engine_state.load(cut if dist.get_rank() == 1 else readable))
     losses = [*whole, *logged(place)]
     listed = integrity.numbered
     with patch.object(integrity, "numbered", lambda folder: listed(folder)[: -1 if dist.get_rank() else None]):

@@ -16,26 +16,17 @@ from harness import Trainer, TrainingArguments
 from harness.data.inputs import datasets as inputs
 from harness.data.on_disk.cache import once_per_host
 from harness.data.tokenizer import ByteTokenizer
-from harness.errors import UserError
 from harness.extras.output_checks import require_shared
 from harness.topology.agreement import all_gather_on_host, broadcast_object, check_agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
 from tests.support.ranks import here, run_ranks
+from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
 
 LAYOUT = Layout(pp_size=2, tp_size=2, dp_size=2, cp_size=2)
 WORLD = LAYOUT.world_size
-
-
-def told(call: Callable[[], Any]) -> str | None:
-    """The text of the UserError that `call` raises, None if it raises none."""
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def tour(folder: Path) -> dict[str, Any]:
@@ -54,23 +45,23 @@ def tour(folder: Path) -> dict[str, Any]:
         "sums": sums,
         "ends": (groups.is_first_stage, groups.is_last_stage),
         "agreement": agreement_of(groups.rank),
-        "same folder": told(lambda: require_shared(folder, groups.rank, WORLD)),
-        "another folder": told(lambda: require_shared(unseen, groups.rank, WORLD)),
+        "same folder": refusal_of(lambda: require_shared(folder, groups.rank, WORLD)),
+        "another folder": refusal_of(lambda: require_shared(unseen, groups.rank, WORLD)),
         "beside": all_gather_on_host(f"host {groups.rank % 3}", groups.rank * 10),
         "of the first": broadcast_object(f"rank {groups.rank}"),
-        "another world": told(lambda: build_groups(Layout(dp_size=4))),
+        "another world": refusal_of(lambda: build_groups(Layout(dp_size=4))),
     }
 
 
-def agreement_of(rank: int) -> dict[str, str | None]:
+def agreement_of(rank: int) -> dict[str, str]:
     config, other = {"train_batch_size": 8}, {"train_batch_size": 8, "gradient_clipping": 0.3}
     layout = LAYOUT if rank != 3 else dataclasses.replace(LAYOUT, tp_size=4, dp_size=1, cp_size=1)
     return {
-        "same": told(lambda: check_agreement(config, LAYOUT)),
-        "config": told(lambda: check_agreement(other if rank == 5 else config, LAYOUT)),
-        "layout": told(lambda: check_agreement(config, layout)),
-        "code": told(lambda: check_agreement(config, LAYOUT, code=f"version {rank >= 4}")),
-        "two": told(lambda: check_agreement(other if rank == 0 else config, layout)),
+        "same": refusal_of(lambda: check_agreement(config, LAYOUT)),
+        "config": refusal_of(lambda: check_agreement(other if rank == 5 else config, LAYOUT)),
+        "layout": refusal_of(lambda: check_agreement(config, layout)),
+        "code": refusal_of(lambda: check_agreement(config, LAYOUT, code=f"version {rank >= 4}")),
+        "two": refusal_of(lambda: check_agreement(other if rank == 0 else config, layout)),
     }
 
 
@@ -95,7 +86,7 @@ def test_ranks_that_agree_go_on_and_ranks_that_differ_are_named(seen: list[dict[
     others = "than the other 7 ranks (rank {}, ...)"
     for got in seen:
         assert got["agreement"] == {
-            "same": None,
+            "same": "",
             "config": f"rank 5 has another config {others.format(0)}{mend}",
             "layout": f"rank 3 has another layout {others.format(0)}{mend}",
             "code": f"ranks 4-7 have another code than the other 4 ranks (rank 0, ...){mend}",
@@ -105,7 +96,7 @@ def test_ranks_that_agree_go_on_and_ranks_that_differ_are_named(seen: list[dict[
 
 def test_a_folder_that_some_ranks_do_not_see_is_refused(seen: list[dict[str, Any]]) -> None:
     for got in seen:
-        assert got["same folder"] is None
+        assert got["same folder"] == ""
         assert "ranks 6-7 (host " in got["another folder"] and "cannot see what rank 0 (host " in got["another folder"]
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from tests.support.ranks import DEVICE, run_ranks
 from tests.support.training import Job, rows, tiny_model
+from tests.support.workers import for_each, refusal_of
 
 pytestmark = pytest.mark.ranks
 
@@ -31,18 +32,9 @@ def arguments(folder: Path, config: dict[str, Any], **changes: Any) -> TrainingA
 # -- a model that is no language model ---------------------------------------------------------------------
 
 
-class Points(torch.utils.data.Dataset):
+def points(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Points of the plane, labelled by a smooth function of them."""
-
-    def __init__(self, n: int) -> None:
-        self.x = torch.randn(n, 2, generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.x[i]
-        return x, (x[:1] * x[1:]).sin()
+    return [(x, (x[:1] * x[1:]).sin()) for x in torch.randn(n, 2, generator=torch.Generator().manual_seed(3))]
 
 
 def layers() -> list[Any]:
@@ -62,29 +54,25 @@ def own_trainer(config: dict[str, Any], folder: str, **changes: Any) -> Trainer:
     return Trainer(
         layers(),
         arguments(Path(folder), config, per_device_eval_batch_size=2, **changes),
-        train_dataset=Points(64),
-        eval_dataset=Points(13),
+        train_dataset=points(64),
+        eval_dataset=points(13),
         loss_fn=nn.functional.mse_loss,
     )
 
 
-def own_layers(config: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
+def trained(config: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
     """Losses of the steps, and of evaluations over 13, 1 and 13 samples; a checkpoint lies in between."""
     trainer = own_trainer(config, folder)
     losses = [trainer.training_step().loss for _ in range(SAVED_AT)]
     trainer.save_checkpoint()
     losses += [trainer.training_step().loss for _ in range(SAVED_AT, 12)]
-    evaluated = [trainer.evaluate()["eval_loss"], trainer.evaluate(Points(1))["eval_loss"]]
+    evaluated = [trainer.evaluate()["eval_loss"], trainer.evaluate(points(1))["eval_loss"]]
     evaluated.append(trainer.evaluate()["eval_loss"])
     trainer.close()
     return losses, evaluated
 
 
-def own_layers_everywhere(configs: list[dict[str, Any]], folder: str) -> list[Any]:
-    return [own_layers(config, f"{folder}/{index}") for index, config in enumerate(configs)]
-
-
-def own_layers_resumed(configs: list[dict[str, Any]], folder: str) -> list[list[float]]:
+def resumed(configs: list[dict[str, Any]], folder: str) -> list[list[float]]:
     """Of each config the steps that follow the checkpoint of the config before it."""
     losses = []
     for index, config in enumerate(configs):
@@ -95,8 +83,8 @@ def own_layers_resumed(configs: list[dict[str, Any]], folder: str) -> list[list[
     return losses
 
 
-def own_layers_and_resumed(configs: list[dict[str, Any]], folder: str) -> tuple[list[Any], list[list[float]]]:
-    return own_layers_everywhere(configs, folder), own_layers_resumed(configs, folder)
+def trained_and_resumed(configs: list[dict[str, Any]], folder: str) -> tuple[list[Any], list[list[float]]]:
+    return for_each(trained, configs, folder), resumed(configs, folder)
 
 
 def test_a_users_own_layers_train_evaluate_and_resume_alike_in_every_layout(tmp_path: Path) -> None:
@@ -106,11 +94,11 @@ def test_a_users_own_layers_train_evaluate_and_resume_alike_in_every_layout(tmp_
         {**base, "zero_optimization": {"stage": 1}},
         {**base, "zero_optimization": {"stage": 3}},
     ]
-    alone = run_ranks(1, own_layers_everywhere, configs[1:2], str(tmp_path))[0][0]
+    alone = run_ranks(1, trained, configs[1], str(tmp_path))[0]
     assert sum(alone[0][-4:]) < 0.9 * sum(alone[0][:4])  # the four steps of an epoch
     assert alone[1][0] == alone[1][2]  # an evaluation changes nothing
-    for whole, resumed in run_ranks(2, own_layers_and_resumed, configs, str(tmp_path / "two")):
-        for (losses, evaluated), rest in zip(whole, resumed, strict=True):
+    for whole, gone_on in run_ranks(2, trained_and_resumed, configs, str(tmp_path / "two")):
+        for (losses, evaluated), rest in zip(whole, gone_on, strict=True):
             assert losses == pytest.approx(alone[0], rel=1e-5)
             assert evaluated == pytest.approx(alone[1], rel=1e-5)
             assert rest == pytest.approx(alone[0][SAVED_AT:], rel=1e-5)
@@ -243,16 +231,12 @@ def test_tensor_parallel_ranks_share_stored_activations_if_the_config_says_so(tm
         assert stored == [2 * 32 * 64 // 2] * 2 * 4  # half the hidden state, 2 layers, 4 micro-batches
 
 
-def refused(config: dict[str, Any], model: str, folder: str) -> str:
-    try:
-        Trainer(model, arguments(Path(folder), config), train_dataset=rows())
-    except UserError as error:
-        return str(error)
-    return "not refused"
+def refused(config: dict[str, Any], model: str, folder: Path) -> str:
+    return refusal_of(lambda: Trainer(model, arguments(folder, config), train_dataset=rows()))
 
 
 def test_fewer_heads_than_ranks_are_refused_by_every_rank(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", False, num_attention_heads=2, hidden_size=32)
     config = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}
-    for text in run_ranks(3, refused, config, model, str(tmp_path)):
+    for text in run_ranks(3, refused, config, model, tmp_path):
         assert "3 tensor-parallel ranks, but the model has only 2 attention heads" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +16,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments, UserError
+from harness import Trainer, TrainingArguments
 from harness.checkpoint import resumption
 from harness.console import Console
 from harness.device.process_group import shared_store
@@ -27,6 +26,7 @@ from harness.topology.rendezvous import require_one_kind
 from harness.verify import sharding
 from tests.support.ranks import run_ranks
 from tests.support.training import Job, arguments_of, rows, tiny_model
+from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
 
@@ -57,8 +57,8 @@ def own_layers(folder: str) -> tuple[list[float], list[str], bool]:
         one_host &= trainer.run.engine_state.one_host
         trainer.close()
     tensor = {**config, "tensor_parallel": {"autotp_size": 2}}
-    refused = [told(lambda: begin([LayerSpec(Unlike, rank), nn.Linear(4, 4)], tensor))]
-    refused.append(told(lambda: begin([LayerSpec(Unlike, 0) if rank else Unlike(0)], tensor)))
+    refused = [refusal_of(lambda: begin([LayerSpec(Unlike, rank), nn.Linear(4, 4)], tensor))]
+    refused.append(refusal_of(lambda: begin([LayerSpec(Unlike, 0) if rank else Unlike(0)], tensor)))
     return losses, refused, one_host
 
 
@@ -74,11 +74,8 @@ def refusals(models: list[str], folder: str) -> dict[str, str]:
     def said(model: Any, layout: str = "dp2z1", **arguments: Any) -> str:
         words = io.StringIO()
         settings = arguments_of(Job("", layout), f"{folder}/{layout}", **arguments)
-        try:
-            Trainer(model, settings, rows(), console=Console(out=words, error=words, speaks=True)).close()
-        except UserError as error:
-            return str(error)
-        return words.getvalue()
+        console = Console(out=words, error=words, speaks=True)
+        return refusal_of(lambda: Trainer(model, settings, rows(), console=console).close()) or words.getvalue()
 
     found = {
         "missing, stages": said(whole if is_first else empty, "pp2z1"),
@@ -96,18 +93,10 @@ def refusals(models: list[str], folder: str) -> dict[str, str]:
     with patch.object(resumption, "set_aside_foreign", side_effect=denied if is_first else None, return_value=[]):
         found["checkpoint"] = said(config, resume_from_checkpoint="auto")
     env, store = LaunchEnv(rank=dist.get_rank(), world_size=2), shared_store()
-    found["one kind"] = told(lambda: require_one_kind(dist.PrefixStore("one", store), env, "cpu"))
+    found["one kind"] = refusal_of(lambda: require_one_kind(dist.PrefixStore("one", store), env, "cpu"))
     kind = "cuda" if is_first else "cpu"
-    found["two kinds"] = told(lambda: require_one_kind(dist.PrefixStore("two", store), env, kind))
+    found["two kinds"] = refusal_of(lambda: require_one_kind(dist.PrefixStore("two", store), env, kind))
     return found
-
-
-def told(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def offsets() -> list[float]:

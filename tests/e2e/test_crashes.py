@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,10 @@ def moments_of(act: Callable[[], None], directory: Path, folder: Path) -> list[P
             nonlocal is_copying
             if event in STEPS and not is_copying:
                 is_copying = True
-                copied(directory, folder)
+                first: dict[int, str] = {}
+                shutil.copytree(
+                    directory, folder / f"{len(list(folder.iterdir())):04d}", copy_function=partial(copied, first)
+                )
                 is_copying = False
 
         sys.addaudithook(look)
@@ -71,19 +75,13 @@ def moments_of(act: Callable[[], None], directory: Path, folder: Path) -> list[P
     return sorted(folder.iterdir())
 
 
-def copied(directory: Path, folder: Path) -> None:
-    """Copy a directory into a folder, under the next number; hard links stay links."""
-    to = folder / f"{len(list(folder.iterdir())):04d}"
-    to.mkdir()
-    first: dict[int, Path] = {}
-    for path in sorted(directory.rglob("*")):
-        new = to / path.relative_to(directory)
-        if path.is_dir():
-            new.mkdir()
-        elif first.setdefault(path.stat().st_ino, new) is new:
-            shutil.copy2(path, new)
-        else:
-            os.link(first[path.stat().st_ino], new)
+def copied(known: dict[int, str], old: str, new: str) -> None:
+    """Copy a file; hard links stay links. `known`: inode -> its first copy."""
+    first = known.setdefault(Path(old).stat().st_ino, new)
+    if first is new:
+        shutil.copy2(old, new)
+    else:
+        os.link(first, new)
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES.values(), ids=CHANGES)

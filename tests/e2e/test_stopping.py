@@ -15,59 +15,30 @@ import torch
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint.directories import read_manifest
 from harness.checkpoint.integrity import damage
+from harness.resilience.process import signals
 from harness.resilience.process.signals import Stopped
 
 
+def send(number: int) -> None:
+    """Send this process a signal, and wait for it to be noticed."""
+    os.kill(os.getpid(), number)
+    while not signals.received():
+        pass
+
+
 class Signal(TrainerCallback):
-    """Sends this process a signal in a step, and waits for it to be noticed."""
+    """Sends this process a signal in a step."""
 
     def __init__(self, number: int, step: int) -> None:
         self.number, self.step = number, step
         self.ended = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from harness.resilience.process import signals
-
         if state.global_step + 1 == self.step:
-            os.kill(os.getpid(), self.number)
-            while not signals.received():
-                pass
+            send(self.number)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ended += 1
-
-
-class Counters(TrainerCallback):
-    """Notes what DeepSpeed counts, when training begins and when it ends."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        engine = kwargs["trainer"].engine.deepspeed
-        self.seen.append((engine.global_steps, engine.global_samples, engine.skipped_steps))
-
-    on_train_end = on_train_begin
-
-
-class Points:
-    """Samples for an evaluation; the reading of one of them sends this process a signal, once."""
-
-    def __init__(self, signal_at: int) -> None:
-        self.signal_at, self.read = signal_at, 0
-
-    def __len__(self) -> int:
-        return 1024
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from harness.resilience.process import signals
-
-        self.read += 1
-        if self.read == self.signal_at:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            while not signals.received():
-                pass
-        return torch.ones(2) * index, torch.ones(1)
 
 
 class Evaluate(TrainerCallback):
@@ -92,25 +63,6 @@ class Saved(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert damage(kwargs["checkpoint"]) is None
         self.names.append(kwargs["checkpoint"].name)
-
-
-class Wandering(TrainerCallback):
-    """Changes the working directory before the first step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        os.chdir(self.folder)
-
-
-class OwnSave(Trainer):
-    """A Trainer with a `save_checkpoint` of its own."""
-
-    def save_checkpoint(self) -> Path:
-        path = super().save_checkpoint()
-        (path / "mine").touch()
-        return path
 
 
 def train(
@@ -156,7 +108,16 @@ def test_a_run_saves_once_and_goes_on_with_the_same_numbers(
 
 @pytest.mark.parametrize(("callbacks", "changes"), [((), {"eval_steps": 2}), ((Evaluate(),), {})])
 def test_a_signal_does_not_wait_for_a_long_evaluation(callbacks: Any, changes: dict[str, Any], tmp_path: Path) -> None:
-    points = Points(signal_at=400)
+    class Points(list[Any]):
+        read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.read += 1
+            if self.read == 400:
+                send(signal.SIGUSR1)
+            return super().__getitem__(index)
+
+    points = Points((torch.ones(2) * index, torch.ones(1)) for index in range(1024))
     with pytest.raises(Stopped) as stopped:
         train(tmp_path, *callbacks, evaluation=points, **changes)
     assert stopped.value.code == 138
@@ -168,12 +129,19 @@ def test_a_signal_does_not_wait_for_a_long_evaluation(callbacks: Any, changes: d
     assert [row["step"] for row in rest] == [1, 2, 3, 4, 5]
 
 
-def noisy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A loss that draws random numbers, outside of all layers."""
-    return (outputs + torch.randn_like(outputs) - labels).square().mean()
-
-
 def test_a_loss_that_draws_random_numbers_goes_on_to_the_bit(tmp_path: Path) -> None:
+    class Counters(TrainerCallback):
+        seen: list[tuple[int, ...]] = []  # noqa: RUF012  # of one run after the other
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            engine = kwargs["trainer"].engine.deepspeed
+            self.seen.append((engine.global_steps, engine.global_samples, engine.skipped_steps))
+
+        on_train_end = on_train_begin
+
+    def noisy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (outputs + torch.randn_like(outputs) - labels).square().mean()
+
     counters = Counters()
     whole = train(tmp_path / "whole", counters, loss_fn=noisy, save_steps=3)
     assert len({row["loss"] for row in whole}) == 5
@@ -209,12 +177,16 @@ def test_going_back_to_an_older_checkpoint_leaves_the_newer_ones_out(
 
 
 def test_a_run_saves_by_the_clock_and_keeps_to_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wandering(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            os.chdir(tmp_path / "elsewhere")
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     saved = Saved()
     given: Any = {"save_seconds": 1e-6, "save_total_limit": 2, "max_steps": 9}
     with pytest.raises(FileNotFoundError):  # `train` reads the metrics by the relative path
-        train(Path("run"), saved, Wandering(tmp_path / "elsewhere"), **given)
+        train(Path("run"), saved, Wandering(), **given)
     assert list(Path("../elsewhere").iterdir()) == []
     names = sorted((path.name for path in (tmp_path / "run").glob("checkpoint-*")), key=lambda name: int(name[11:]))
     assert names == saved.names[-2:] and names[-1] == "checkpoint-9"
@@ -250,24 +222,24 @@ def test_a_checkpoint_is_whole_before_the_next_step_but_one(tmp_path: Path) -> N
 
 
 def test_a_subclass_saves_in_its_own_way(tmp_path: Path) -> None:
+    class OwnSave(Trainer):
+        def save_checkpoint(self) -> Path:
+            path = super().save_checkpoint()
+            (path / "mine").touch()
+            return path
+
     train(tmp_path, kind=OwnSave, save_steps=2)
     assert sorted(path.parent.name for path in tmp_path.glob("*/mine")) == [f"checkpoint-{n}" for n in (2, 4, 5)]
 
 
-class Spoil(TrainerCallback):
-    """Leaves weights after a step that no checkpoint may hold."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            next(kwargs["model"].parameters()).data.fill_(float("nan"))
-
-
 def test_a_run_that_could_not_save_does_not_say_that_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:  # weights that no checkpoint may hold
+                next(kwargs["model"].parameters()).data.fill_(float("nan"))
+
     with pytest.raises(Stopped):
-        train(tmp_path, Spoil(step=3), Signal(signal.SIGTERM, step=3), save_steps=2, nonfinite="skip")
+        train(tmp_path, Spoil(), Signal(signal.SIGTERM, step=3), save_steps=2, nonfinite="skip")
     said = capsys.readouterr().out
     assert "warning: no checkpoint of step 3: " in said and "checkpoint-3 is not written" in said
     assert 'stopped after step 3, which could not be saved; resume_from_checkpoint "auto" resumes at step 2' in said

@@ -22,7 +22,9 @@ reports what a GPU or NCCL would not forgive, counts how often the host waits fo
 | --- | --- |
 | `ranks` | run a function, or a script, on n real ranks: gloo on the CPU, a simulated device, or NCCL on GPUs |
 | `forkserver` | the process that `ranks` forks its launchers from, so that the suite imports torch once |
+| `workers` | what workers are made of: one case after the other, and the text of a refusal |
 | `training` | a whole training run as a worker of `ranks`, and the same numbers computed in one process |
+| `points`, `graphs` | runs of one linear layer on points; the graphs that torch.compile makes in a run |
 | `comparing`, `rollback` | workers of `ranks` that compare the weights of layouts, and that go back to a checkpoint |
 | `shared_sequences` | jobs whose ranks share each sequence, held to those whose ranks do not |
 | `simulated_device` | a torch device that fails as a GPU would, counts waits for the device, and has a clock |

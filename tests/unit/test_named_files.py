@@ -32,18 +32,12 @@ SOURCES = [path for top in ("harness", "scripts", "examples", "tests") for path 
 
 
 @cache
-def files() -> frozenset[str]:
-    """Every file of the project, and of DeepSpeed, whose modules comments name."""
+def tails() -> frozenset[str]:
+    """Every file and folder of the project, and of DeepSpeed, by every end of its path, as docstrings shorten it."""
     own = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     package = Path(deepspeed.__file__).parent
-    return frozenset([*own, *(str(path.relative_to(package)) for path in package.rglob("*.py"))])
-
-
-@cache
-def tails() -> frozenset[str]:
-    """Every file and folder by every end of its path, as docstrings shorten it."""
     found = set()
-    for name in files():
+    for name in (*own, *(str(path.relative_to(package)) for path in package.rglob("*.py"))):
         parts = name.split("/")
         found |= {"/".join(parts[start:]) for start in range(len(parts))}
         folders = parts[:-1]
@@ -56,7 +50,7 @@ def is_module(dotted: str) -> bool:
     """Whether a dotted name is a module of the project, or at most two names deep in one."""
     parts = dotted.split(".")
     tried = ["/".join(parts[:length]) for length in range(len(parts), max(len(parts) - 3, 0), -1)]
-    return any(f"{path}.py" in files() or f"{path}/__init__.py" in files() for path in tried[:3])
+    return any(f"{path}.py" in tails() or f"{path}/__init__.py" in tails() for path in tried[:3])
 
 
 KINDS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

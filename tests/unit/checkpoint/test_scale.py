@@ -51,8 +51,10 @@ def dealt(entries: list[list[Entry]], layout: Layout) -> list[list[FileRegion]]:
     return [[regions[entry.name] for entry in stage.entries] for stage in stages]
 
 
-def passed_on(layout: Layout) -> tuple[dict[int, int], dict[int, int]]:
-    """Rank -> the stage whose places have come to it, and rank -> to how many others it has passed places on."""
+@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (16, 1), (16, 8), (32, 32)])
+def test_each_of_1024_ranks_hears_of_its_own_stage_alone_and_once(pipeline: int, tensor: int) -> None:
+    layout = Layout.from_world(1024, pp_size=pipeline, tp_size=tensor)
+    # rank -> the stage whose places have come to it, and rank -> to how many others it has passed places on
     holds, sent = {0: 0}, dict.fromkeys(range(layout.world_size), 0)
     for axis in PASSED_ALONG:
         for ranks in layout.groups(axis):
@@ -64,13 +66,6 @@ def passed_on(layout: Layout) -> tuple[dict[int, int], dict[int, int]]:
                 for rank in ranks:
                     stage = layout.coordinate(rank).stage if axis == "pipeline" else holds[ranks[0]]
                     assert holds.setdefault(rank, stage) == stage
-    return holds, sent
-
-
-@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (16, 1), (16, 8), (32, 32)])
-def test_each_of_1024_ranks_hears_of_its_own_stage_alone_and_once(pipeline: int, tensor: int) -> None:
-    layout = Layout.from_world(1024, pp_size=pipeline, tp_size=tensor)
-    holds, sent = passed_on(layout)
     assert holds == {rank: layout.coordinate(rank).stage for rank in range(1024)}
     assert sum(sent.values()) == 1023
     assert max(sent.values()) <= layout.pp_size + layout.tp_size + layout.dp_size

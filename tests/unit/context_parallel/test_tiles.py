@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,42 +67,33 @@ def test_a_block_in_tiles_gives_the_same(length: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # sums over tokens in another order
 
 
-def block_peak(length: int, tile: int) -> int:
-    """Of two recomputed blocks, forward and backward."""
-    blocks = [Block(), Block()]
-    for block in blocks:
-        tile_block(block, tile)
-
-    def run() -> None:
-        hidden = torch.zeros(1, length, WIDTH, requires_grad=True)
-        for block in blocks:
-            hidden = checkpoint(lambda x, block=block: block(x, x)[0], hidden, use_reentrant=False)
-        hidden.sum().backward()
-
-    return peak_of(run)
+def growth_of_peak(run: Callable[[Tensor, int], object], tile: int) -> int:
+    """How many bytes more the peak of `run(hidden state, tile)` has with 64 tiles of tokens than with 32."""
+    hidden = [torch.zeros(1, length * TILE, WIDTH, requires_grad=True) for length in (32, 64)]
+    short, long = (peak_of(partial(run, each, tile)) for each in hidden)
+    return long - short
 
 
 def test_the_inside_of_a_block_is_there_for_a_tile_alone() -> None:
-    short, long = (block_peak(length, TILE) for length in (32 * TILE, 64 * TILE))
-    whole = block_peak(64 * TILE, 2**20) - block_peak(32 * TILE, 2**20)
-    assert long - short < whole / 8, "it grows by hidden states alone"
+    def forward_and_backward(hidden: Tensor, tile: int) -> None:
+        for block in (Block(), Block()):
+            tile_block(block, tile)
+            hidden = checkpoint(lambda x, block=block: block(x, x)[0], hidden, use_reentrant=False)
+        hidden.sum().backward()
 
-
-def loss_peak(length: int, tile: int) -> int:
-    head, norm = nn.Linear(WIDTH, VOCABULARY), nn.LayerNorm(WIDTH)
-    loss = TiledLoss(tile, lambda logits, _start, _stop: logits.logsumexp(-1).sum())
-
-    def run() -> None:
-        hidden = torch.zeros(1, length, WIDTH, requires_grad=True)
-        loss.sum(hidden, lambda part: head(norm(part))).backward()
-
-    return peak_of(run)
+    whole = growth_of_peak(forward_and_backward, 2**20)
+    assert growth_of_peak(forward_and_backward, TILE) < whole / 8, "it grows by hidden states alone"
 
 
 def test_logits_are_there_for_a_tile_alone() -> None:
-    short, long = (loss_peak(length, TILE) for length in (32 * TILE, 64 * TILE))
-    whole = loss_peak(64 * TILE, 2**20) - loss_peak(32 * TILE, 2**20)
-    assert long - short < whole / 8, "it grows by hidden states alone"
+    head, norm = nn.Linear(WIDTH, VOCABULARY), nn.LayerNorm(WIDTH)
+
+    def forward_and_backward(hidden: Tensor, tile: int) -> None:
+        loss = TiledLoss(tile, lambda logits, _start, _stop: logits.logsumexp(-1).sum())
+        loss.sum(hidden, lambda part: head(norm(part))).backward()
+
+    whole = growth_of_peak(forward_and_backward, 2**20)
+    assert growth_of_peak(forward_and_backward, TILE) < whole / 8, "it grows by hidden states alone"
 
 
 def test_logits_are_computed_twice_and_let_go() -> None:

@@ -43,14 +43,12 @@ class PrivateUse:
     uses: tuple[str, ...] = ()
 
 
-def table() -> Iterator[PrivateUse]:
-    for module, rows in TABLE["private_uses"].items():
-        for row in rows:
-            lists = {key: tuple(row[key]) for key in ("parameters", "sets", "uses") if key in row}
-            yield PrivateUse(f"{module}: {row['what']}", row["where"], row["why"], **lists)
-
-
-PRIVATE_USES = tuple(table())
+LISTS = ("parameters", "sets", "uses")
+PRIVATE_USES = [
+    PrivateUse(f"{module}: {row['what']}", row["where"], row["why"], **{k: tuple(row[k]) for k in LISTS if k in row})
+    for module, rows in TABLE["private_uses"].items()
+    for row in rows
+]
 
 
 def find(where: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from pkgutil import resolve_name
 from typing import Any
@@ -76,21 +76,6 @@ def gradients(step: int) -> dict[str, Tensor]:
     }
 
 
-def by_bitsandbytes(kind: str) -> dict[str, Tensor]:
-    parameters = {name: nn.Parameter(value) for name, value in weights().items()}
-    optimizer = getattr(bitsandbytes.optim, kind)(list(parameters.values()), **options_of(kind))
-    for step in range(STEPS):
-        for name, gradient in gradients(step).items():
-            parameters[name].grad = gradient
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in parameters.items()}
-
-
-def made(kind: str, updated: Sequence[UpdatedTensor], names: dict[Tensor, str]) -> BlockwiseOptimizer:
-    maker: Callable[..., BlockwiseOptimizer] = resolve_name(OPTIMIZERS[kind].made_by)
-    return maker([{"params": [each.tensor for each in updated]}], options_of(kind), names)
-
-
 class Whole:
     """One process."""
 
@@ -158,11 +143,12 @@ LAYOUTS = {"one process": lambda _rank, _ranks: Whole(), "tensor": Split, "data"
 
 
 def trained(
-    kind: str, layout: str, saved: dict[str, dict[str, Tensor]] | None, wanted: dict[str, Tensor], rank: int, ranks: int
+    kind: str, layout: str, saved: dict[str, dict[str, Tensor]] | None, wanted: dict[str, Tensor], ranks: int, rank: int
 ) -> Any:
     """Train, or go on from what a run has saved, in whole tensors; return how far this rank's weights are off."""
     of_rank = LAYOUTS[layout](rank, ranks)
-    optimizer = made(kind, of_rank.updated, of_rank.names)
+    make: Callable[..., BlockwiseOptimizer] = resolve_name(OPTIMIZERS[kind].made_by)
+    optimizer = make([{"params": [each.tensor for each in of_rank.updated]}], options_of(kind), of_rank.names)
     optimizer.find_blocks(of_rank.updated, of_rank.tensor_group, CPU)
     begin = 0
     if saved is not None:
@@ -190,18 +176,20 @@ def trained(
     return kept, any(off)
 
 
-def trained_on(kind: str, layout: str, saved: Any, wanted: dict[str, Tensor], ranks: int, rank: int) -> Any:
-    return trained(kind, layout, saved, wanted, rank, ranks)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_has_bitsandbytes_own_numbers_and_goes_on_from_another_to_the_bit(kind: str) -> None:
-    wanted = by_bitsandbytes(kind)
-    ((saved, off),) = run_threads(1, lambda rank: trained(kind, "one process", None, wanted, rank, 1))
+    parameters = {name: nn.Parameter(value) for name, value in weights().items()}
+    theirs = getattr(bitsandbytes.optim, kind)(list(parameters.values()), **options_of(kind))
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            parameters[name].grad = gradient
+        theirs.step()
+    wanted = {name: parameter.detach() for name, parameter in parameters.items()}
+    ((saved, off),) = run_threads(1, partial(trained, kind, "one process", None, wanted, 1))
     assert not off
     for layout, ranks in (("one process", 1), ("tensor", 2), ("data", 5)):
         for begun in (None, saved) if ranks > 1 else (saved,):
-            found = run_threads(ranks, partial(trained_on, kind, layout, begun, wanted, ranks))
+            found = run_threads(ranks, partial(trained, kind, layout, begun, wanted, ranks))
             assert [off for _, off in found] == [False] * ranks, (layout, begun is None)
 
 

@@ -7,36 +7,28 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from harness.hf.skeleton import ModelSource
-from harness.parallel.comm import TensorParallel
+from harness.parallel.comm import ALONE
 from harness.parallel.dropout import RngKeys
 from harness.parallel.pipeline.staged_module import LayerSequence
 from tests.support.layers import prepare
 
-CPU = torch.device("cpu")
 DROPOUT = dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 
 
+GPT2 = dict(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64, **dict.fromkeys(DROPOUT, 0.0))
+OTHERS = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+OTHERS |= dict(num_attention_heads=4, num_key_value_heads=2)
+
+
 def config(family: str = "gpt2", **changes: object) -> PretrainedConfig:
-    if family == "gpt2":
-        sizes = dict(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    else:
-        sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
-        sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
-    return CONFIG_MAPPING[family](**{**sizes, **changes})
-
-
-def sequence(model: PretrainedConfig, interval: int) -> tuple[LayerSequence, RngKeys]:
-    source = ModelSource(name="tiny", config=model, weights=None)
-    place = TensorParallel()
-    causal = prepare(source, place)
-    keys = RngKeys(seed=0, micro_batch=2, batch_rank=0, batch_ranks=1, tensor=place, device=CPU)
-    return LayerSequence(causal.layers, checkpoint_interval=interval, seed=0, keys=keys).train(), keys
+    return CONFIG_MAPPING[family](**{**(GPT2 if family == "gpt2" else OTHERS), **changes})
 
 
 def gradients(model: PretrainedConfig, interval: int, packed: bool = False) -> list[dict[str, torch.Tensor]]:
     """Of the same two micro-batches, taken three times; the notes of a layer's arguments are made in the first."""
-    layers, keys = sequence(model, interval)
+    causal = prepare(ModelSource(name="tiny", config=model, weights=None), ALONE)
+    keys = RngKeys(seed=0, micro_batch=2, batch_rank=0, batch_ranks=1, tensor=ALONE, device=torch.device("cpu"))
+    layers = LayerSequence(causal.layers, checkpoint_interval=interval, seed=0, keys=keys).train()
     found = []
     for _ in range(3):
         layers.zero_grad()

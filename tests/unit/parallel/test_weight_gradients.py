@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,23 +47,14 @@ def layers() -> nn.Sequential:
     )
 
 
-def run(module: nn.Module, x: Tensor, recompute: str) -> Tensor:
-    if not recompute:
-        return module(x)
-    output: Tensor = checkpoint(module, x, use_reentrant=recompute == "reentrant")
-    return output
-
-
 def gradients(module: nn.Module, recompute: str, later: DeferredGradients | None = None) -> list[Tensor | None]:
     """The gradients of inputs and parameters after some micro-batches."""
     torch.manual_seed(1)
     inputs = [torch.randn(2, 5, 8, requires_grad=True) for _ in range(MICRO_BATCHES)]
     for x in inputs:
-        if later is None:
-            run(module, x, recompute).pow(2).sum().backward()
-        else:
-            with later.defer():
-                run(module, x, recompute).pow(2).sum().backward()
+        with nullcontext() if later is None else later.defer():
+            y = checkpoint(module, x, use_reentrant=recompute == "reentrant") if recompute else module(x)
+            y.pow(2).sum().backward()
     for _ in inputs if later is not None else ():
         later.compute()
     return [each.grad for each in (*inputs, *module.parameters())]

@@ -30,16 +30,15 @@ def ranks(size: int) -> list[LaunchEnv]:
     ]
 
 
-def opened_late_by_rank_0(env: LaunchEnv, timeout: timedelta, *, waits: bool) -> dist.Store:
-    """Open the store; on rank 0 go on only when the others have written into it."""
-    store = open_store(env, timeout, waits=waits)
-    if env.rank == 0:
-        time.sleep(0.3)
-    return store
-
-
 def shown(errors: list[str | None], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     """Let ranks fail with these errors, or meet where there is none; return what is shown, and what those raise."""
+
+    def opened_late_by_rank_0(env: LaunchEnv, timeout: timedelta, *, waits: bool) -> dist.Store:
+        store = open_store(env, timeout, waits=waits)
+        if env.rank == 0:
+            time.sleep(0.3)  # until the others have written into it
+        return store
+
     monkeypatch.setattr(failure, "HEARING_S", 1.0)
     monkeypatch.setattr(rendezvous, "open_store", opened_late_by_rank_0)
     monkeypatch.setattr(rendezvous, "READING_S", 2.0)
