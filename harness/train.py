@@ -30,7 +30,7 @@ from harness.preconditions import establish
 from harness.quiet import quiet
 from harness.resilience.process import activity, records, signals
 from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
-from harness.uncaught import GRACE_S, lines_of, report
+from harness.uncaught import GRACE_S, lines_of, out_of_memory, report
 
 if TYPE_CHECKING:
     from harness.composition import Trainer
@@ -210,6 +210,8 @@ def _show(error: BaseException, env: LaunchEnv, console: Console) -> None:
     if records.is_lost_peer(error):
         time.sleep(2 * GRACE_S)  # the failed rank prints its own error first
         text = f"lost contact with another rank ({text.splitlines()[0]})"
+    elif (memory := out_of_memory(error)) is not None:
+        text = f"{memory} (in step {records.THIS_RANK.step})" if records.THIS_RANK.step else memory
     console.fail(f"rank {env.rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
 
 

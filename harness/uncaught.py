@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,6 +17,12 @@ from harness.errors import NotMet, UserError, UserErrors
 from harness.topology.env import LaunchEnv
 from harness.topology.failure import show_and_tell, tell
 
+_ASKED = re.compile(r"allocate ([\d.,]+) (\w+)")  # as torch's allocators and numpy say it
+_LESS_MEMORY = (
+    "use a smaller --per_device_train_batch_size with a larger --gradient_accumulation_steps (same results), "
+    "pipeline.activation_checkpoint_interval 1 or a smaller --block_size, or more ranks with a higher ZeRO stage or "
+    "with more pipeline stages"
+)
 GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
 
 
@@ -30,11 +37,35 @@ def lines_of(error: UserError) -> list[str]:
     return [f"{first}{more}"]
 
 
+def out_of_memory(error: BaseException) -> str | None:
+    """Return a line on an allocation that failed, on the device or the host, with what to do; None for another error.
+
+    An allocator on a CPU raises RuntimeError, which its text alone tells from others.
+    """
+    text = str(error)
+    on_device = "out of memory" in text.lower() and not isinstance(error, MemoryError)
+    if not (on_device or isinstance(error, MemoryError) or "can't allocate memory" in text):
+        return None
+    asked = _ASKED.search(text)
+    amount = f" ({_size(*asked.groups())} could not be allocated)" if asked else ""
+    if on_device:
+        return f"out of its device's memory{amount}: {_LESS_MEMORY}"
+    return f"out of its host's memory{amount}: {_LESS_MEMORY}, or put fewer ranks on a host"
+
+
+def _size(number: str, unit: str) -> str:
+    """Return a size as a message gives it, bytes in MiB or GiB."""
+    if unit != "bytes":
+        return f"{number} {unit}"
+    size = int(number) / 2**20
+    return f"{size:,.0f} MiB" if size < 1024 else f"{size / 1024:,.1f} GiB"
+
+
 def show_in_one_line() -> None:
     """Print a UserError that ends this program as one line, with the line of the program that it comes from.
 
-    A `sys.excepthook` that the program itself has set stays. Other errors are shown as usual; ranks that wait for this
-    one are told.
+    A `sys.excepthook` that the program itself has set stays. Other errors are shown as usual, and then what to do if
+    memory was exhausted; ranks that wait for this one are told.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -75,6 +106,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         env = LaunchEnv()
     if not isinstance(error, UserError):
         sys.__excepthook__(kind, error, trace)
+        if (memory := out_of_memory(error)) is not None:
+            plain_console(env.rank).fail(f"rank {env.rank}: {memory}")
         if is_awaited(env, error):  # also before this program has made a Trainer
             atexit.unregister(tell)
             tell(env, first_line(error))

@@ -33,8 +33,12 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
     _require_regular(path.stat().st_mode)  # before opening it: opening alone makes some devices act
     # Non-blocking, in case a pipe takes the file's place in the meantime.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        _require_regular(os.fstat(file.fileno()).st_mode)
-        content = file.read(-1 if most is None else most + 1)
+        now = os.fstat(file.fileno())
+        _require_regular(now.st_mode)
+        # `read(n)` allocates n bytes at once, which a process that is short of memory may not have
+        content = file.read(-1 if most is None else min(most, now.st_size) + 1)
+        if most is not None and content and now.st_size < len(content) <= most:  # has grown, or has no size in /proc
+            content += file.read(most + 1 - len(content)) or b""
     if content is None:  # of some files of the kernel, which wait for content
         raise ValueError("it has no content now")
     if most is not None and len(content) > most:

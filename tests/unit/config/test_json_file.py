@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from harness.config.values.json_file import MOST_DEPTH, parse_json, read_json, require_regular_files
+from harness.config.values.json_file import MOST_DEPTH, parse_json, read_json, regular_bytes, require_regular_files
 from harness.errors import UserError
 
 
@@ -66,3 +68,22 @@ def test_a_folder_with_what_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_of_the_kernel_that_waits_for_content_does_not_block() -> None:
     with pytest.raises(ValueError, match=r"no content now|Expecting value|Extra data"):
         read_json(Path("/proc/kmsg"))
+
+
+def test_a_small_file_takes_little_memory_whatever_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    tracemalloc.start()
+    try:
+        assert read_json(tmp_path / "a.json", 1 << 28) == {"a": 1}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="such files are those of Linux")
+def test_a_file_without_a_size_is_read_to_its_end_or_limit() -> None:
+    mounts = Path("/proc/self/mounts")
+    assert mounts.stat().st_size == 0
+    assert regular_bytes(mounts, 1 << 28) == mounts.read_bytes()
+    with pytest.raises(ValueError, match="it has more than 9 bytes"):
+        regular_bytes(mounts, 9)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 import pytest
+import torch
 
 from harness import uncaught
 from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
@@ -15,7 +20,7 @@ from harness.config.text.document import load
 from harness.errors import NotMet, UserError, UserErrors, printable
 from harness.topology.env import LaunchEnv
 from harness.topology.failure import tell
-from harness.uncaught import lines_of, report, show_in_one_line
+from harness.uncaught import lines_of, out_of_memory, report, show_in_one_line
 
 
 def finding(line: int) -> Diagnostic:
@@ -167,3 +172,57 @@ def test_a_hook_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", own)
     show_in_one_line()
     assert sys.excepthook is own
+
+
+LIMITED = """
+import os, resource, sys
+from harness.composition import Trainer
+from harness.train import main
+
+train = Trainer.train
+
+def with_little_memory(self, *args):
+    with open("/proc/self/statm") as pages:
+        size = int(pages.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30),) * 2)
+    return train(self, *args)
+
+Trainer.train = with_little_memory
+os.chdir(os.path.dirname(sys.argv[1]))
+flags = "--model_name_or_path tiny-llama --max_steps 1 --per_device_train_batch_size 512 --block_size 512"
+sys.exit(main(f"{flags} --train_file text.txt --output_dir {sys.argv[1]}".split()))
+"""
+ADVICE = r"use a smaller --per_device_train_batch_size .*, or put fewer ranks on a host"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of a process is read from /proc")
+def test_a_step_that_exhausts_the_memory_of_a_cpu_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a few words " * 30_000)
+    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "run")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    last, size = done.stderr.splitlines()[-1], r"\([\d,.]+ [MG]iB could not be allocated\)"
+    assert re.match(rf"error: rank 0, step 1, ran out of its host's memory {size}: {ADVICE}; the traceback is", last), (
+        last
+    )
+    assert "DefaultCPUAllocator: can't allocate memory" in (tmp_path / "run/logs/rank_0.log").read_text()
+
+
+def test_a_program_of_its_own_gets_the_advice_below_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (error,) = shown(monkeypatch, lambda: torch.empty(2**60))
+    assert isinstance(error, RuntimeError)
+    size = r"\([\d,]+\.0 GiB could not be allocated\)"
+    assert re.match(rf"error: rank 0: out of its host's memory {size}: {ADVICE}$", capsys.readouterr().err)
+
+
+def test_what_is_no_lack_of_memory_has_no_advice() -> None:
+    with pytest.raises(MemoryError) as caught:
+        bytearray(2**62)
+    assert re.match(rf"out of its host's memory: {ADVICE}$", out_of_memory(caught.value) or "")
+    on_gpu = out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"))
+    assert on_gpu is not None and on_gpu.startswith("out of its device's memory (2.00 GiB could not be allocated): use")
+    assert out_of_memory(RuntimeError("shape '[2]' is invalid for input of size 3")) is None
