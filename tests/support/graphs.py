@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch._dynamo import reset
@@ -17,8 +19,17 @@ def tokens(length: int) -> dict[str, list[int]]:
     return {"input_ids": [(7 * place + length) % 250 for place in range(length)]}
 
 
-def graphs_of_steps(folder: Path, rows: list[dict[str, list[int]]], backend: str, **flags: Any) -> list[int]:
-    """Train a step on each row; return how many graphs had been compiled after each step."""
+def graphs_of_steps(
+    folder: Path,
+    rows: list[dict[str, list[int]]],
+    backend: str,
+    options: Mapping[str, object] = MappingProxyType({}),
+    **flags: Any,
+) -> list[int]:
+    """Train a step on each row; return how many graphs had been compiled after each step.
+
+    `options`: of the section `compile`.
+    """
     counted: list[int] = []
 
     class Count(TrainerCallback):
@@ -27,7 +38,7 @@ def graphs_of_steps(folder: Path, rows: list[dict[str, list[int]]], backend: str
 
     reset()
     counters.clear()
-    config = {"train_micro_batch_size_per_gpu": 1, "compile": {"enabled": True, "backend": backend}}
+    config = {"train_micro_batch_size_per_gpu": 1, "compile": {"enabled": True, "backend": backend, **options}}
     args = TrainingArguments(
         str(folder),
         deepspeed_config=config,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -386,11 +385,11 @@ def require_compilable(trainable: TrainableModel, backend: str, options: JsonObj
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise UserError(f"compile.backend: torch has no backend {backend!r}; it has {one_of(known)}")
-    known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
-    if unknown := [name for name in options or {} if name not in known]:
-        raise UserError(f"compile.kwargs: torch.compile takes no {unknown[0]!r}; it takes {', '.join(known)}")
-    if options and {"mode", "options"} <= options.keys():
-        raise UserError("compile.mode: torch.compile takes a mode or options: remove it, or compile.kwargs.options")
+    try:
+        torch.compile(lambda: None, backend=backend, **options or {})  # judges the options, and compiles nothing yet
+    except (TypeError, RuntimeError) as error:
+        said = str(error).partition(", known options")[0]  # some hundred
+        raise UserError(f"compile.mode, compile.kwargs: torch.compile refuses them: {said}") from None
     if trainable.causal is None:
         raise UserError(
             "compile.enabled compiles the decoder layers of a HuggingFace model; for a list of layers remove it, and "

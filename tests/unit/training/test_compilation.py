@@ -9,6 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import register_backend
+from torch._dynamo.exc import Unsupported
 
 from harness import UserError
 from harness.checking import check
@@ -44,13 +46,16 @@ def test_what_cannot_be_compiled_is_refused(trainable: Any, backend: str, words:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"modes": "default"}, "torch.compile takes no 'modes'; it takes fullgraph"),
-        ({"mode": "default", "options": {"max_autotune": True}}, "takes a mode or options"),
+        ({"modes": "default"}, "unexpected keyword argument 'modes'"),
+        ({"mode": "fastest"}, "Unrecognized mode=fastest, should be one of: default, "),
+        ({"mode": "default", "options": {"max_autotune": True}}, "Either mode or options can be specified"),
+        ({"options": {"max_tune": True}}, "Unexpected optimization option max_tune$"),
     ],
 )
 def test_options_that_torch_does_not_take_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=words) as refused:
         require_compilable(model(), "inductor", options)
+    assert str(refused.value).startswith("compile.mode, compile.kwargs: torch.compile refuses them: ")
 
 
 def test_check_refuses_zero_3_and_targets_that_do_not_know_the_key() -> None:
@@ -132,6 +137,34 @@ def test_layers_that_are_alike_are_compiled_once_and_once_more_for_all_lengths(
     lengths: list[int], flags: dict[str, Any], graphs: list[int], tmp_path: Path
 ) -> None:
     assert graphs_of_steps(tmp_path, [tokens(length) for length in lengths], "eager", **flags) == graphs
+
+
+@pytest.mark.usefixtures("never_split")
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [({"dynamic": False}, [1, 2, 3]), ({"dynamic": True}, [1, 1, 1]), ({"kwargs": {"disable": True}}, [0, 0, 0])],
+    ids=str,
+)
+def test_options_of_the_config_act(options: dict[str, Any], graphs: list[int], tmp_path: Path) -> None:
+    rows = [tokens(length) for length in (6, 9, 14)]
+    assert graphs_of_steps(tmp_path, rows, "eager", options) == graphs
+
+
+@pytest.mark.usefixtures("never_split")
+def test_the_compiler_gets_the_mode_and_a_whole_graph_is_demanded(tmp_path: Path) -> None:
+    modes: list[object] = []
+
+    def backend(graph: Any, _: object, **given: object) -> Any:
+        modes.append(given.get("mode"))
+        return graph.forward
+
+    register_backend(backend, name="noting")
+    assert graphs_of_steps(tmp_path / "mode", [tokens(6)], "noting", {"mode": "reduce-overhead"}) == [1]
+    assert modes == ["reduce-overhead"]
+    in_fp8 = {"fp8": "emulate", "bf16": True}
+    assert graphs_of_steps(tmp_path / "broken", [tokens(6)], "eager", **in_fp8)[0] > 1
+    with pytest.raises(Unsupported):
+        graphs_of_steps(tmp_path / "whole", [tokens(6)], "eager", {"fullgraph": True}, **in_fp8)
 
 
 DOCUMENTS = [(6, 4), (3, 9), (5, 5, 7), (20,), (2, 2, 2), (11, 14)]
