@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, _registry, current_flash_attention_impl, restore_flash_attention_impl
 from transformers import AutoConfig, BloomConfig, LlamaConfig
 
 from harness.arguments import TrainingArguments
@@ -88,6 +88,23 @@ def test_the_kernel_that_is_tried_first(
     assert sorted(order)[:4] == sorted(usual)[:4] and torch._C._get_sdp_priority_order() == usual
     with AttentionKernels(first, torch.device("cpu")).ordered([]):
         assert torch._C._get_sdp_priority_order() == usual
+
+
+def test_the_flash_attention_of_another_package_takes_the_place_of_torchs_and_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Handle:
+        def remove(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", Handle)  # torch's own needs the package
+    with AttentionKernels("fa3", torch.device("cuda")).ordered(range(100)):
+        assert current_flash_attention_impl() == "FA3"
+        assert torch._C._get_sdp_priority_order()[0] == SDPBackend.FLASH_ATTENTION.value
+    restore_flash_attention_impl()
+    AttentionKernels("fa3", torch.device("cpu"))
+    assert current_flash_attention_impl() is None
 
 
 @pytest.mark.parametrize(
