@@ -16,8 +16,9 @@ it with an issue. Started again with the same file, it goes on with the parts th
 Each part runs in a process of its own; what fails is noted with its error, and the rest goes on. MFU counts the
 operations of the model (no recomputation) against the datasheet's dense bf16 rate, and against the rate of a large
 matrix product that is measured first; of causal attention it counts the half that is needed, `mfu_whole_attention` all
-of it, as nanoGPT and torchtitan do. --small tries all of it on any machine, in a few minutes; without a GPU the
-profiled step is that of the CPU's own operations.
+of it, as nanoGPT and torchtitan do, against the datasheet's rate, or the measured one where there is no datasheet.
+--small tries all of it on any machine, in a few minutes; without a GPU the profiled step is that of the CPU's own
+operations.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from shutil import which
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from peer_programs.task import Task, Work
 from report import RESULTS, write_report
@@ -51,11 +53,13 @@ from report import RESULTS, write_report
 from harness.arguments.themes.lora import LoraArguments
 from harness.planner.hardware import load_hardware, names
 from harness.planner.model_config import read_decoder
+from harness.resilience.on_host.processes import signal_when_parent_dies
 
 if TYPE_CHECKING:  # parts that train without the harness do not wait for its imports
     from harness import Trainer
 
 LIMIT_S = 540.0
+ENDING_S = 5.0  # to end a part that takes too long, and to write the report
 WARMING = 3  # first steps of a program, which its speed leaves out
 EDGE = 8192  # of the measured matrix product
 FP32, BF16 = 2e-5, 0.02  # relative difference of a loss from the CPU's: sums in another order, bf16
@@ -357,10 +361,11 @@ def datasheet_rate(device: str) -> float | None:
 
 
 class Clock:
-    """Keeps all parts together under a limit."""
+    """Keeps all parts together under a limit, of which some seconds have passed."""
 
-    def __init__(self, limit_s: float) -> None:
-        self.until = time.monotonic() + limit_s
+    def __init__(self, limit_s: float, passed_s: float = 0.0) -> None:
+        self.until = time.monotonic() - passed_s + limit_s
+        self.longest_s = limit_s / 2  # of a part: if it hangs, the others still have time
 
     @property
     def left_s(self) -> float:
@@ -373,22 +378,34 @@ class Clock:
             return "left out: the time is up"
         with tempfile.TemporaryDirectory() as name:
             command = [sys.executable, __file__, *part, "--found", f"{name}/found.json"]
-            try:
-                done = subprocess.run(
-                    command,
-                    env={**os.environ, **ALONE, **(environment or {})},
-                    stderr=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    text=True,
-                    timeout=self.left_s,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return "ended: the time was up"
-            if done.returncode:
-                last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-                return f"failed: {last[0] if last else f'exit code {done.returncode}'}"
+            until = min(self.left_s - ENDING_S, self.longest_s)
+            with subprocess.Popen(
+                command,
+                env={**os.environ, **ALONE, **(environment or {})},
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            ) as process:
+                try:
+                    _, said = process.communicate(timeout=until)
+                except BaseException as error:
+                    end(process)
+                    if isinstance(error, subprocess.TimeoutExpired):
+                        return f"ended after {until:.1f} s: it took too long"
+                    raise
+            if process.returncode:
+                last = [line for line in said.splitlines() if line.strip()][-1:]
+                return f"failed: {last[0] if last else f'exit code {process.returncode}'}"
             return json.loads(Path(name, "found.json").read_text())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a part, which gives back the lock of what it compiles: the next run would wait for it forever."""
+    process.terminate()
+    try:
+        process.wait(ENDING_S / 2)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def part(args: argparse.Namespace) -> Any:
@@ -406,10 +423,8 @@ def part(args: argparse.Namespace) -> Any:
     return run_program(name, args.folder, args.steps)
 
 
-def compared(on_device: Any, on_cpu: dict[str, list[float]]) -> dict[str, Any]:
+def compared(on_device: dict[str, Any], on_cpu: dict[str, list[float]]) -> dict[str, Any]:
     """Return the losses of each layout beside those on the CPU of the same dtype, and whether they agree."""
-    if isinstance(on_device, str):
-        return {"device": on_device, "cpu": on_cpu, "agree": False}
     rows = {}
     for name, losses in on_device.items():
         wanted, bound = on_cpu[DTYPES.get(name, "float32")], BF16 if name in DTYPES else FP32
@@ -435,9 +450,9 @@ class Ceilings:
         other_half = 3 * work.length * sum(layer.query + layer.output for layer in shape.layers)
         row = {"tokens_per_second": speed, "step_seconds": second, "tflops": speed * flops / 1e12}
         row["mfu_of_measured_product"] = speed * flops / self.product
+        row["mfu_whole_attention"] = speed * (flops + other_half) / (self.sheet or self.product)
         if self.sheet is not None:
             row["mfu_of_datasheet"] = speed * flops / self.sheet
-            row["mfu_whole_attention"] = speed * (flops + other_half) / self.sheet
         return row | found
 
 
@@ -464,7 +479,7 @@ class Report:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Make a run; return the report."""
-    clock = Clock(args.limit)
+    clock = Clock(args.limit, time.time() - psutil.Process().create_time())  # imports have taken seconds
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
     name = "cpu" if accelerator is None else str(torch.get_device_module(kind).get_device_name(0))
@@ -523,7 +538,12 @@ def where(run: Parts, report: Report) -> None:
 def peers(run: Parts, report: Report) -> None:
     """Compare numbers with a CPU's, and speed with other programs', in turns, as a device slows when it warms."""
     tiny = run.model("tiny", replace(WORK, shape=TINY, length=64, dtype="float32"), weights=True)
-    report.add(["correctness"], lambda: compared(run("layouts", tiny), losses_of_pytorch(tiny)))
+
+    def correctness() -> Any:
+        found = run("layouts", tiny)
+        return found if isinstance(found, str) else compared(found, losses_of_pytorch(tiny))
+
+    report.add(["correctness"], correctness)
     ceilings, model = run.ceilings(report), run.model("model", run.work)
     programs = [each for each in run.args.programs if each not in SIZES]
     for round_number in range(1, run.args.rounds + 1):
@@ -560,15 +580,15 @@ def sizes(run: Parts, report: Report) -> None:
 def summary(report: dict[str, Any]) -> str:
     """Return the report as text: a line for each part, and a table for each kind of figure."""
     lines = [f"{report['device']}: {report['seconds']:.0f} s"]
-    for name, row in report.get("correctness", {}).items():
-        if isinstance(row, dict):
-            lines.append(f"  {name}: {'as on the CPU' if row['agree'] else 'NOT as on the CPU: ' + str(row['device'])}")
+    layouts = report.get("correctness", {})
+    for name, row in layouts.items() if "failed" not in layouts else ():
+        lines.append(f"  {name}: {'as on the CPU' if row['agree'] else 'NOT as on the CPU: ' + str(row['device'])}")
     graphs = report.get("graphs_by_step")
     if isinstance(graphs, list):
         lines.append(f"  graphs compiled by each step, with other lengths: {graphs}")
     measured = {**report.get("speed", {}), **report.get("sizes", {})}
-    found = {**report.get("traced", {}), **measured, **({"other lengths": graphs} if isinstance(graphs, dict) else {})}
-    lines += [f"  {name}: {row['failed']}" for name, row in found.items() if "failed" in row]
+    found = {"layouts": layouts, "other lengths": graphs, **report.get("traced", {}), **measured}
+    lines += [f"  {name}: {row['failed']}" for name, row in found.items() if isinstance(row, dict) and "failed" in row]
     return "\n".join([*lines, *_table(SPEED, measured), *_table(TRACE, report.get("traced", {}))])
 
 
@@ -625,6 +645,7 @@ def main() -> None:
         parser.error(f"--steps {args.steps}: the first {WARMING} of each program are left out, so give more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # as an exception, which also ends the part that runs
     if args.part is not None:
+        signal_when_parent_dies(signal.SIGTERM)  # or it would go on beside what is started next
         args.found.write_text(json.dumps(part(args)))
         return
     if not torch.accelerator.is_available() and not args.small:

@@ -10,6 +10,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.ranks import ROOT, script_on_ranks
@@ -40,7 +41,8 @@ def on_cpu(run: str, output: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_sizes_that_were_ended_go_on_with_those_that_are_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGKILL, -signal.SIGKILL)])
+def test_sizes_that_were_ended_go_on_with_those_that_are_missing(number: int, code: int, tmp_path: Path) -> None:
     output, names = tmp_path / "gpu.json", ["8B, LoRA", "2.5B, 8 experts"]
     command = on_cpu("sizes", output, "--programs", *names)
 
@@ -49,16 +51,20 @@ def test_sizes_that_were_ended_go_on_with_those_that_are_missing(tmp_path: Path)
         return found
 
     ended = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not known():
+    parts: list[psutil.Process] = []
+    while not known() or not parts:
         assert ended.poll() is None
         time.sleep(0.5)
-    ended.send_signal(signal.SIGTERM)
-    assert ended.wait(60) == 1 and list(before := known()) == names[:1]
+        parts = psutil.Process(ended.pid).children()
+    ended.send_signal(number)
+    assert ended.wait(60) == code and list(before := known()) == names[:1]
+    assert psutil.wait_procs(parts, 20)[1] == []
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert list(known()) == names and known()[names[0]] == before[names[0]]
     for name, row in known().items():
         assert "failed" not in row, (name, row)
-        assert f"| {name} | {row['tokens_per_second']:,.0f} |" in done.stdout
+        assert f"| {name} | {row['tokens_per_second']:,.0f} | {row['mfu_of_measured_product']:.1%} |" in done.stdout
+        assert row["mfu_whole_attention"] > row["mfu_of_measured_product"]
 
 
 @pytest.mark.thorough
@@ -82,3 +88,7 @@ def test_a_part_that_fails_or_has_no_time_is_noted(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "executable", str(program))
     assert clock(60).run(["--part", "harness"]) == "failed: RuntimeError: out of memory"
     assert clock(10).run(["--part", "harness"]) == "left out: the time is up"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow = clock(60)
+    slow.longest_s = 0.5
+    assert slow.run(["--part", "harness"]) == "ended after 0.5 s: it took too long"
