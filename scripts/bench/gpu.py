@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # parts that train without the harness do not wait for its im
     from harness import Trainer
 
 LIMIT_S = 540.0
-ENDING_S = 5.0  # to end a part that takes too long, and to write the report
+ENDING_S = 14.0  # to end a part that takes too long, to write the report, and to leave Python
 WARMING = 3  # first steps of a program, which its speed leaves out
 EDGE = 8192  # of the measured matrix product
 FP32, BF16 = 2e-5, 0.02  # relative difference of a loss from the CPU's: sums in another order, bf16
