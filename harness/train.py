@@ -210,8 +210,8 @@ def _show(error: BaseException, env: LaunchEnv, console: Console) -> None:
     if records.is_lost_peer(error):
         time.sleep(2 * GRACE_S)  # the failed rank prints its own error first
         text = f"lost contact with another rank ({text.splitlines()[0]})"
-    elif (memory := out_of_memory(error)) is not None:
-        text = f"{memory} (in step {records.THIS_RANK.step})" if records.THIS_RANK.step else memory
+    elif (memory := out_of_memory(error, records.THIS_RANK.step)) is not None:
+        text = memory
     console.fail(f"rank {env.rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
 
 

@@ -37,20 +37,22 @@ def lines_of(error: UserError) -> list[str]:
     return [f"{first}{more}"]
 
 
-def out_of_memory(error: BaseException) -> str | None:
+def out_of_memory(error: BaseException, step: int = 0) -> str | None:
     """Return a line on an allocation that failed, on the device or the host, with what to do; None for another error.
 
-    An allocator on a CPU raises RuntimeError, which its text alone tells from others.
+    `step` is the current step; 0 before the first, or if it is unknown. torch's allocator on a CPU raises RuntimeError,
+    which its text alone tells from others.
     """
     text = str(error)
     on_device = "out of memory" in text.lower() and not isinstance(error, MemoryError)
     if not (on_device or isinstance(error, MemoryError) or "can't allocate memory" in text):
         return None
     asked = _ASKED.search(text)
-    amount = f" ({_size(*asked.groups())} could not be allocated)" if asked else ""
+    when = f" in step {step}" if step else ""
+    when += f" ({_size(*asked.groups())} could not be allocated)" if asked else ""
     if on_device:
-        return f"out of its device's memory{amount}: {_LESS_MEMORY}"
-    return f"out of its host's memory{amount}: {_LESS_MEMORY}, or put fewer ranks on a host"
+        return f"out of its device's memory{when}: {_LESS_MEMORY}"
+    return f"out of its host's memory{when}: {_LESS_MEMORY}, or put fewer ranks on a host"
 
 
 def _size(number: str, unit: str) -> str:
