@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.extras.fusing import kernels
 from harness.extras.fusing.activations import plain_activation
 from harness.extras.fusing.gates import gate_plainly
-from harness.extras.fusing.kernels import Activation, Gate, Turn
+from harness.extras.fusing.kernels import Activation, Gate, RowNorm, Turn
 from harness.extras.fusing.rotations import turned
 
 
@@ -19,7 +19,7 @@ def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every device have the kernels."""
     monkeypatch.setattr(kernels, "usable", lambda device: True)
     of_gates = (gate, gate_backward, gate_halves, gate_halves_backward, activate, activate_backward)
-    for function in (rotate, *of_gates, rms_norm, rms_norm_backward):
+    for function in (rotate, *of_gates, norm, norm_backward):
         monkeypatch.setattr(kernels, function.__name__, function)
 
 
@@ -56,17 +56,36 @@ def activate_backward(grads: Tensor, x: Tensor, activation: Activation) -> Tenso
     return _gradients(lambda x: (plain_activation(activation, x),), (x,), (grads,))[0]
 
 
-def rms_norm(x: Tensor, weight: Tensor, offset: float, epsilon: float) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    scales = (wide.square().mean(-1) + epsilon).rsqrt()
-    return (wide * scales[..., None] * (weight.float() + offset)).to(x.dtype), scales
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: RowNorm, *, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x if plus is None else x + plus
+    wide = _less_mean(total.float(), how)
+    scales = (wide.square().mean(-1) + how.epsilon).rsqrt()
+    normal = wide * scales[..., None] * (weight.float() + how.offset)
+    return (normal if bias is None else normal + bias.float()).to(x.dtype), scales, total
 
 
-def rms_norm_backward(grads: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float) -> tuple[Tensor, Tensor]:
-    normal, grad = x.float() * scales[..., None], grads.float()
-    weighted = grad * (weight.float() + offset)
-    of_x = (weighted - normal * (weighted * normal).mean(-1, keepdim=True)) * scales[..., None]
-    return of_x.to(x.dtype), (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+def norm_backward(
+    grads: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    how: RowNorm,
+    *,
+    has_bias: bool = False,
+    of_total: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    normal, grad = _less_mean(x.float(), how) * scales[..., None], grads.float()
+    weighted = grad * (weight.float() + how.offset)
+    of_x = _less_mean(weighted - normal * (weighted * normal).mean(-1, keepdim=True), how) * scales[..., None]
+    of_x = of_x if of_total is None else of_x + of_total.float()
+    of_weight, of_bias = (each.flatten(0, -2).sum(0).to(weight.dtype) for each in (grad * normal, grad))
+    return of_x.to(x.dtype), of_weight, of_bias if has_bias else None
+
+
+def _less_mean(x: Tensor, how: RowNorm) -> Tensor:
+    return x - x.mean(-1, keepdim=True) if how.centred else x
 
 
 def _gradients(

@@ -4,7 +4,7 @@ transformers computes each with many small operations: a norm is square, mean, r
 writes a whole hidden state, needs two or three more in the backward pass, and takes Python some microseconds to launch.
 
 - On a GPU a norm is torch's fused norm, and the others are kernels in Triton. They give transformers' numbers up to the
-  rounding of the dtype. They are found by trial, and gates in the code of a forward, too.
+  rounding of the dtype. They are found by trial, and in the code of a forward: gates, and sums that a norm follows.
 - On a CPU, in float32, the forward of a norm reads the hidden state twice, and a rotation changes each half of a head
   in one operation. In 16 bits transformers' own code runs there: fewer operations would round differently. A norm or
   rotation is replaced only if its code equals, token for token, the code that `fused.json` names, as in most families.
@@ -31,6 +31,7 @@ from harness.extras.fusing.found_gates import gated
 from harness.extras.fusing.gate_code import parsed
 from harness.extras.fusing.gated_norms import gated_norm_of
 from harness.extras.fusing.norms import norm_of
+from harness.extras.fusing.residual_norms import join_sums
 from harness.extras.fusing.rotations import rotations
 from harness.parallel.comm import Context
 
@@ -57,6 +58,7 @@ def _fuse_on_gpu(module: nn.Module) -> None:
             return
     for name, method in gated(module).items():
         setattr(module, name, MethodType(method, module))
+    join_sums(module)
     forward = getattr(vars(module).get("forward"), "__func__", type(module).forward)
     if isinstance(forward, FunctionType) and (fused := rotations(forward)):
         module.forward = MethodType(with_globals(forward, fused), module)

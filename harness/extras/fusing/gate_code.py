@@ -90,10 +90,15 @@ def rewritten(function: FunctionType, activations: tuple[tuple[str, Activation],
     rewriting.visit(tree)
     if not rewriting.found:
         return None
+    return compiled(tree, function, {GATE: _gate})
+
+
+def compiled(tree: ast.FunctionDef, function: FunctionType, names: Mapping[str, object]) -> FunctionType:
+    """Return a changed tree of a function as a function, whose globals have these names besides their own."""
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)  # a traceback shows the family's own line
     module = ast.fix_missing_locations(ast.Module([tree], []))
-    scope = {**function.__globals__, GATE: _gate}
-    exec(compile(module, function.__code__.co_filename, "exec"), scope)  # transformers' code, parsed above
+    scope = {**function.__globals__, **names}
+    exec(compile(module, function.__code__.co_filename, "exec"), scope)  # transformers' code, parsed by `parsed`
     made: FunctionType = scope[tree.name]
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return made

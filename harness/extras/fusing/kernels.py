@@ -95,6 +95,20 @@ class Gate:
         return (second, first) if self.gate_last else (first, second)
 
 
+@dataclass(frozen=True)
+class RowNorm:
+    """How a row is normalised: (x - mean) / sqrt(mean square + epsilon) * (weight + offset) + bias.
+
+    Attributes:
+        centred: whether the mean is subtracted, as by a layer norm; otherwise it is a root-mean-square norm.
+        offset: 1 for weights that are stored minus one, else 0.
+    """
+
+    epsilon: float
+    centred: bool = False
+    offset: float = 0.0
+
+
 @cache
 @torch.inference_mode(mode=False)  # which also records gradients, if an evaluation or a backward pass asks first
 def usable(device: torch.device) -> bool:
@@ -128,11 +142,15 @@ def _try(device: torch.device) -> None:
     of_x = gate_halves_backward(grad[..., :half].contiguous(), x, how)
     require_close((of_x,), torch.autograd.grad(gated, inputs[:1], grad[..., :half]))
 
-    (of_norm, scales), weight = rms_norm(x, up[0, 0, 0], 1.0, 1e-5), up[0, 0, 0].clone().requires_grad_()
-    normal = functional.rms_norm(inputs[0].float(), (x.shape[-1],), weight.float() + 1.0, 1e-5).type_as(x)
-    require_close(of_norm, normal)
-    back = rms_norm_backward(grad, x, up[0, 0, 0], scales, 1.0)
-    require_close(back, torch.autograd.grad(normal, [inputs[0], weight], grad))
+    row_norm = RowNorm(1e-5, centred=True, offset=1.0)
+    vectors = [up[0, 0, 0].clone().requires_grad_(), up[0, 0, 1].clone().requires_grad_()]
+    total = inputs[0] + inputs[1]
+    weight, bias = vectors[0].float() + row_norm.offset, vectors[1].float()
+    normal = functional.layer_norm(total.float(), (x.shape[-1],), weight, bias, row_norm.epsilon).type_as(x)
+    of_norm, scales, of_sum = norm(x, vectors[0].detach(), vectors[1].detach(), row_norm, plus=up)
+    require_close((of_norm, of_sum), (normal, total))
+    back = norm_backward(grad, of_sum, vectors[0].detach(), scales, row_norm, has_bias=True, of_total=up)
+    require_close(back, torch.autograd.grad((normal, total), [inputs[0], *vectors], (grad, up)))
 
     squared = Activation("relu2")
     require_close(activate(x, squared), functional.relu(x).square())
@@ -291,35 +309,64 @@ def activate_backward(grads: Tensor, x: Tensor, activation: Activation) -> Tenso
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, offset: float, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return x / sqrt(mean square + epsilon) * (weight + offset), contiguous, and 1 / the root of each row [...].
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: RowNorm, *, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm of x, or of x + plus, contiguous, 1 / the deviation of each row [...], and x or the sum.
 
-    All is computed in float32 and rounded once. The rows of `x` [..., n] must have a `row_stride`.
+    A sum is rounded before it is normalised, and contiguous. The norm is computed in float32 and rounded once. The rows
+    of `x` and `plus` [..., n] must have a `row_stride`.
     """
-    rows, (stride,) = _rows(x)
+    rows, (stride, plus_stride) = _rows(x, x if plus is None else plus)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if plus is None else torch.empty_like(out)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     at_once, options = _of_rows(x.shape[-1])
-    options |= {"epsilon": epsilon, "offset": offset}
-    _programs().rms_norm[(-(-rows // at_once),)](x, weight, out, scales, stride, rows, x.shape[-1], **options)
-    return out, scales
+    options |= {"epsilon": how.epsilon, "offset": how.offset, "centred": how.centred}
+    tensors = (x, plus, weight, bias, total, out, scales)
+    _programs().norm[(-(-rows // at_once),)](*tensors, stride, plus_stride, rows, x.shape[-1], **options)
+    return out, scales, total
 
 
-def rms_norm_backward(grads: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x`, contiguous, and of `weight`, from that of what `rms_norm` has returned."""
-    rows, (grad_stride, stride) = _rows(grads, x)
+def norm_backward(
+    grads: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    how: RowNorm,
+    *,
+    has_bias: bool = False,
+    of_total: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of `x`, contiguous, of the weight, and of the bias, from that of what `norm` has returned.
+
+    Args:
+        x: what was normalised: a sum, if two tensors were given.
+        of_total: gradient of that sum from all else that reads it.
+    """
+    rows, (grad_stride, total_stride, stride) = _rows(grads, grads if of_total is None else of_total, x)
     width = x.shape[-1]
     of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     at_once, options = _of_rows(width)
     all_tiles = -(-rows // at_once)
     tiles = -(-all_tiles // MOST_PARTS)
     parts = -(-all_tiles // tiles)
-    of_parts = torch.empty((parts, width), dtype=torch.float32, device=x.device)
-    sizes = (grad_stride, stride, rows, width, tiles)
-    _programs().rms_norm_backward[(parts,)](grads, x, weight, scales, of_x, of_parts, *sizes, offset=offset, **options)
-    of_weight = torch.empty_like(weight)
-    _programs().sum_rows[(-(-width // 64),)](of_parts, of_weight, parts, width, block=64, at_once=64)
-    return of_x, of_weight
+    of_weights = torch.empty((parts, width), dtype=torch.float32, device=x.device)
+    of_biases = torch.empty_like(of_weights) if has_bias else None
+    tensors = (grads, of_total, x, weight, scales, of_x, of_weights, of_biases)
+    sizes = (grad_stride, total_stride, stride, rows, width, tiles)
+    options |= {"offset": how.offset, "centred": how.centred}
+    _programs().norm_backward[(parts,)](*tensors, *sizes, **options)
+    of_bias = None if of_biases is None else _summed(of_biases, weight.dtype)
+    return of_x, _summed(of_weights, weight.dtype), of_bias
+
+
+def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the rows of a matrix."""
+    count, width = parts.shape
+    out = torch.empty(width, dtype=dtype, device=parts.device)
+    _programs().sum_rows[(-(-width // 64),)](parts, out, count, width, block=64, at_once=64)
+    return out
 
 
 def _of_rows(width: int) -> tuple[int, dict[str, object]]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.extras.fusing import kernels
 from harness.parallel.comm import Context
@@ -54,11 +55,15 @@ class Norm:
     offset: float
     epsilon: float
 
+    @property
+    def of_row(self) -> kernels.RowNorm:
+        """The same for a kernel."""
+        return kernels.RowNorm(self.epsilon, self.centred, self.offset)
+
     def __call__(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Return the norm of the one tensor that is given."""
         (x,) = args or kwargs.values()
-        weight: Tensor | None = None if self.weight is None else getattr(module, self.weight)
-        bias: Tensor | None = None if self.bias is None else getattr(module, self.bias)
+        weight, bias = self.parameters_of(module)
         if (weight is not None and weight.dtype != x.dtype) or (bias is not None and bias.dtype != x.dtype):
             plain: Tensor = type(module).forward(module, x)
             return plain
@@ -68,11 +73,17 @@ class Norm:
             # In the order in which rows lie in memory: queries and keys are often normalised with heads before tokens.
             order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
             rows = x.permute(order)
-            if _takes_kernel(rows):
-                normal: Tensor = _OffsetNorm.apply(rows, weight, self.offset, self.epsilon)  # type: ignore[no-untyped-call]
+            if takes_kernel(rows):
+                normal: Tensor = _OffsetNorm.apply(rows, weight, self.of_row)  # type: ignore[no-untyped-call]
                 return normal.permute(sorted(order, key=order.__getitem__))
         wide = weight.float() + self.offset
         return self._of(x.float(), wide, None if bias is None else bias.float()).type_as(x)
+
+    def parameters_of(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """Return the weight and the bias of a module, as far as it has them."""
+        weight: Tensor | None = None if self.weight is None else getattr(module, self.weight)
+        bias: Tensor | None = None if self.bias is None else getattr(module, self.bias)
+        return weight, bias
 
     def _of(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.centred:
@@ -80,7 +91,8 @@ class Norm:
         return functional.rms_norm(x, x.shape[-1:], weight, self.epsilon)
 
 
-def _takes_kernel(x: Tensor) -> bool:
+def takes_kernel(x: Tensor) -> bool:
+    """Return whether the kernel of norms can read a tensor [..., n]."""
     if type(x) is not Tensor or not x.numel() or x.shape[-1] > kernels.WIDEST or not kernels.usable(x.device):
         return False
     return kernels.row_stride(x) is not None
@@ -93,17 +105,18 @@ class _OffsetNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, offset: float, epsilon: float) -> Tensor:
-        normal, scales = kernels.rms_norm(x, weight, offset, epsilon)
+    def forward(ctx: Context, x: Tensor, weight: Tensor, how: kernels.RowNorm) -> Tensor:
+        normal, scales, _ = kernels.norm(x, weight, None, how)
         ctx.save_for_backward(x, weight, scales)
-        ctx.offset = offset
+        ctx.how = how
         return normal
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
-        return *kernels.rms_norm_backward(grad.contiguous(), x, weight, scales, ctx.offset), None, None
+        of_x, of_weight, _ = kernels.norm_backward(grad.contiguous(), x, weight, scales, ctx.how)
+        return of_x, of_weight, None
 
 
 def norm_of(module: nn.Module) -> Norm | None:
@@ -149,8 +162,9 @@ def _tried(kind: type[nn.Module], attributes: Attributes, sizes: Sizes) -> Norm 
     ]
     for width in (WIDTH, *own):
         try:
-            twins = [twin_of(kind, attributes, sizes, width, dtype) for dtype in (torch.float32, torch.bfloat16)]
-            return next((norm for norm in candidates if all(_agrees(norm, twin, width) for twin in twins)), None)
+            with _disable_current_modes():  # also in a dry run, whose tensors have no values
+                twins = [twin_of(kind, attributes, sizes, width, dtype) for dtype in (torch.float32, torch.bfloat16)]
+                return next((norm for norm in candidates if all(_agrees(norm, twin, width) for twin in twins)), None)
         except Exception:  # whatever other modules do with these inputs
             continue
     return None

@@ -308,67 +308,102 @@ def activate_backward(grads, x, out, count, activation: tl.constexpr, beta: tl.c
 
 
 @triton.jit
-def rms_norm(
+def norm(
     x,
+    other,
     weight,
+    bias,
+    total,
     out,
     scales,
     x_row,
+    other_row,
     rows,
     width,
     epsilon: tl.constexpr,
     offset: tl.constexpr,
+    centred: tl.constexpr,
     block: tl.constexpr,
     at_once: tl.constexpr,
 ):
-    """Write the norms of some rows, and 1 / root of the mean square of each."""
+    """Write the norms of some rows of x, or of x + other and these sums, and 1 / the deviation of each row."""
     row = tl.program_id(0).to(tl.int64) * at_once + tl.arange(0, at_once)
     column = tl.arange(0, block)[None, :]
     known = column < width
     inside = (row < rows)[:, None] & known
+    kind: tl.constexpr = out.dtype.element_ty
     given = tl.load(x + row[:, None] * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if other is not None:
+        added = tl.load(other + row[:, None] * other_row + column, mask=inside, other=0.0).to(tl.float32)
+        given = rounded(given + added, kind)
+        tl.store(total + row[:, None] * width + column, given.to(kind), mask=inside)
+    given = less_mean(given, known, width, centred)
     scale = 1.0 / tl.sqrt(tl.sum(given * given, axis=1) / width + epsilon)
     factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32) + offset
     tl.store(scales + row, scale, mask=row < rows)
     normal = given * scale[:, None] * factor
-    tl.store(out + row[:, None] * width + column, normal.to(out.dtype.element_ty), mask=inside)
+    if bias is not None:
+        normal += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * width + column, normal.to(kind), mask=inside)
 
 
 @triton.jit
-def rms_norm_backward(
+def less_mean(rows, known, width, centred: tl.constexpr):
+    """Return rows minus the mean of each, if they are centred; 0 outside of them."""
+    if centred:
+        return tl.where(known, rows - tl.sum(rows, axis=1)[:, None] / width, 0.0)
+    return rows
+
+
+@triton.jit
+def norm_backward(
     grads,
+    of_total,
     x,
     weight,
     scales,
     of_x,
     of_weights,
+    of_biases,
     grad_row,
+    total_row,
     x_row,
     rows,
     width,
     tiles,
     offset: tl.constexpr,
+    centred: tl.constexpr,
     block: tl.constexpr,
     at_once: tl.constexpr,
 ):
-    """Write the gradients of some tiles of rows, and the sum of what these rows give to the weight."""
+    """Write the gradients of some tiles of rows, and the sums of what these rows give to weight and bias.
+
+    A sum's gradient is that of its norm and `of_total`, that of its other readers.
+    """
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)[None, :]
     known = column < width
     factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32) + offset
-    total = tl.zeros([at_once, block], dtype=tl.float32)
+    of_weight = tl.zeros([at_once, block], dtype=tl.float32)
+    of_bias = tl.zeros([at_once, block], dtype=tl.float32)
     for tile in range(tiles):
         row = (part * tiles + tile) * at_once + tl.arange(0, at_once)
         inside = (row < rows)[:, None] & known
         grad = tl.load(grads + row[:, None] * grad_row + column, mask=inside, other=0.0).to(tl.float32)
         given = tl.load(x + row[:, None] * x_row + column, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
-        normal = given * scale
+        normal = less_mean(given, known, width, centred) * scale
         mean = tl.sum(grad * factor * normal, axis=1)[:, None] / width
-        of_rows = (grad * factor - normal * mean) * scale
+        of_rows = less_mean(grad * factor - normal * mean, known, width, centred) * scale
+        if of_total is not None:
+            of_rows += tl.load(of_total + row[:, None] * total_row + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(of_x + row[:, None] * width + column, of_rows.to(of_x.dtype.element_ty), mask=inside)
-        total += grad * normal
-    tl.store(of_weights + part * width + tl.arange(0, block), tl.sum(total, axis=0), mask=tl.arange(0, block) < width)
+        of_weight += grad * normal
+        of_bias += grad
+    column = tl.arange(0, block)
+    tl.store(of_weights + part * width + column, tl.sum(of_weight, axis=0), mask=column < width)
+    if of_biases is not None:
+        tl.store(of_biases + part * width + column, tl.sum(of_bias, axis=0), mask=column < width)
 
 
 @triton.jit

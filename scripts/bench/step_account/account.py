@@ -16,6 +16,8 @@ from harness.deepspeed.initialize import replacing
 from harness.deepspeed.update import StagedEngine
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.dry_run.rank import DryRun, SimulatedRank, expect_peers, make_step, simulated_rank
+from harness.extras.fusing import fused as fusing
+from harness.extras.fusing.residual_norms import join_sums
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import HOST_ZERO_3
 from harness.topology.env import LaunchEnv
@@ -100,8 +102,9 @@ def account(plan: DryRun, env: LaunchEnv, hardware: Hardware, fusion: Fusion | N
         fusion: "compile" to count what a compiler fuses in each layer as one kernel, "kernels" to count norms, rotary
             embeddings, activations and the loss as one each; None to count transformers' own operations.
     """
-    # as on a GPU, by torch's fused optimizer: the engine of a dry run has a CPU, on which it would not
-    with simulated_rank(plan, env) as rank, replacing((StagedEngine, "_clips_inside", True)):
+    # as on a GPU: on the CPU of a dry run torch's fused optimizer does not clip, and norms take no sums
+    joined = [(fusing, "_fuse_on_cpu", join_sums)] if fusion == "kernels" else []
+    with replacing((StagedEngine, "_clips_inside", True), *joined), simulated_rank(plan, env) as rank:
         expect_peers(rank)
         make_step(rank, 1)  # afterwards the optimizer has its states
         one, two = (_costs(_recorded(rank, count, hardware), hardware, fusion) for count in (1, 2))

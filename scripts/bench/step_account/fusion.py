@@ -93,6 +93,7 @@ class _Graph:
         self._maker: dict[int, _Region | None] = {}
         self._readers: dict[int, set[_Region | None]] = defaultdict(set)
         self._inputs: dict[_Region, dict[int, list[Operand]]] = defaultdict(lambda: defaultdict(list))
+        self._read_for: dict[int, list[Operand]] = defaultdict(list)
         for each, region in zip(recorded, regions, strict=True):
             for operand in each.reads:
                 self._readers[operand.memory].add(region)
@@ -101,16 +102,18 @@ class _Graph:
                     self._inputs[region][operand.memory].append(operand)
             for operand in each.writes:
                 self._maker.setdefault(operand.memory, region)
+                if self._maker[operand.memory] == region:
+                    self._read_for[operand.memory] += each.reads
 
     def merged(self, region: _Region, members: Sequence[Recorded]) -> Recorded:
         """Return the operations of a region as one."""
-        inputs: dict[int, list[Operand]] = {}
+        inputs: dict[int, list[Operand]] = defaultdict(list)
         for memory, operands in self._inputs[region].items():
             maker = self._maker[memory]
             if region.backward and maker is not None and self._is_recomputed(memory, maker):
-                inputs.update(self._inputs[maker])
+                self._read_again(memory, maker, inputs, set())
             else:
-                inputs[memory] = operands
+                inputs[memory] += operands
         outputs: dict[int, list[Operand]] = defaultdict(list)
         for operand in (operand for each in members for operand in each.writes):
             outside = self._readers[operand.memory] - {region}
@@ -121,6 +124,15 @@ class _Graph:
         reads, writes = ([_joined(operands) for operands in each.values()] for each in (inputs, outputs))
         kernels = max(1, len({operand.size for operand in writes}))
         return replace(largest, name="fused", reads=tuple(reads), writes=tuple(writes), kernels=kernels)
+
+    def _read_again(self, memory: int, maker: _Region, inputs: dict[int, list[Operand]], seen: set[int]) -> None:
+        """Add to `inputs` what is read where a tensor is computed again: what its forward read, or wrote for others."""
+        seen.add(memory)
+        for operand in self._read_for[memory]:
+            if self._maker[operand.memory] != maker or not self._is_recomputed(operand.memory, maker):
+                inputs[operand.memory].append(operand)
+            elif operand.memory not in seen:
+                self._read_again(operand.memory, maker, inputs, seen)
 
     def _is_recomputed(self, memory: int, maker: _Region) -> bool:
         """Return whether only the forward that makes a tensor and its own backward read it."""

@@ -141,7 +141,9 @@ def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each
     for fusion, passes, most, of_layer in ((None, NARROW, 160, 100), ("kernels", AS_ONE, 20, 25)):
         step = of(tmp_path, zero(0), fusion=fusion).parts
         found = step[parts.NORMS]
-        assert found.bytes / counts == pytest.approx(sum(passes["norm"][0]), rel=0.08), fusion
+        # In one kernel, a layer's second norm also reads the other term of its sum, and writes the sum.
+        of_sums = 4 * LAYERS / (2 * LAYERS + 1) if fusion else 0
+        assert found.bytes / counts == pytest.approx(sum(passes["norm"][0]) + of_sums, rel=0.08), fusion
         assert found.kernels < most
         assert (
             sum(step[part].kernels for part in beside_products) <= of_layer * LAYERS * 2 * 2
@@ -149,7 +151,7 @@ def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each
 
 
 @pytest.mark.thorough
-def test_fp8_takes_a_step_of_the_measured_llama_below_230_ms_and_the_planner_counts_its_rounding(
+def test_fp8_takes_a_step_of_the_measured_llama_below_223_ms_and_the_planner_counts_its_rounding(
     tmp_path: Path,
 ) -> None:
     sections, batches, tokens = {**zero(1), "gradient_accumulation_steps": 4}, 4, 4096
@@ -160,7 +162,7 @@ def test_fp8_takes_a_step_of_the_measured_llama_below_230_ms_and_the_planner_cou
 
     one, two = with_layers(1), with_layers(2)  # all layers are alike; sixteen take a minute to trace
     each = two.total.seconds - one.total.seconds
-    assert one.total.seconds + (MEASURED["num_hidden_layers"] - 1) * each < 0.230
+    assert one.total.seconds + (MEASURED["num_hidden_layers"] - 1) * each < 0.223
     # of each micro-batch: four inputs, and gradients of four sets of outputs; once a step: seven weights by rows, and
     # four sets of weights by columns
     assert one.parts[parts.ROUNDING].kernels == batches * (4 + 4) + 7 + 4

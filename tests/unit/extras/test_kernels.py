@@ -21,7 +21,7 @@ from harness.extras.fusing import kernels
 from harness.extras.fusing.activations import KNOWN, plain_activation
 from harness.extras.fusing.fused import ROTATION, fuse, reads_globals
 from harness.extras.fusing.gates import gate_plainly
-from harness.extras.fusing.kernels import Activation, Gate, Turn
+from harness.extras.fusing.kernels import Activation, Gate, RowNorm, Turn
 from harness.extras.fusing.rotations import turned
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from tests.support.models import model_of
@@ -174,19 +174,37 @@ def test_an_activation_alone_is_that_of_torch(dtype: torch.dtype, activation: Ac
 
 @dtypes
 @pytest.mark.parametrize("shape", [(2, 3, 24), (7, 4100), (1300, 40)], ids=str)
-def test_a_norm_whose_weights_are_stored_minus_one_is_that_of_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sums", [False, True], ids=["one", "sum"])
+@pytest.mark.parametrize("how", [RowNorm(1e-5, offset=1.0), RowNorm(1e-5, centred=True)], ids=["rms", "layer"])
+def test_a_norm_of_a_tensor_or_of_a_sum_is_that_of_torch(
+    dtype: torch.dtype, shape: tuple[int, ...], sums: bool, how: RowNorm
+) -> None:
     width = shape[-1]
     x = 3 * drawn(*shape[:-1], 2 * width, dtype=dtype)[..., :width]  # rows that are not neighbours in memory
-    weight, grad = drawn(width, dtype=dtype, seed=1), drawn(*shape, dtype=dtype, seed=2)
-    inputs = [each.float().requires_grad_() for each in (x, weight)]
-    expected = functional.rms_norm(inputs[0], (width,), 1 + inputs[1], 1e-5)
-    wanted = torch.autograd.grad(expected, inputs, grad.float())
-    found, scales = kernels.rms_norm(x, weight, 1.0, 1e-5)
-    back = kernels.rms_norm_backward(grad, x, weight, scales, 1.0)
-    for ours, theirs in zip((found, *back), (expected, *wanted), strict=True):
+    plus, grad, of_total = (drawn(*shape, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    weight, bias = (drawn(width, dtype=dtype, seed=seed) for seed in (4, 5))
+    total = x + plus if sums else x
+    inputs = [each.float().requires_grad_() for each in (total, weight, bias)]
+    factor = inputs[1] + how.offset
+    if how.centred:
+        expected = functional.layer_norm(inputs[0], (width,), factor, inputs[2], how.epsilon)
+    else:
+        expected = functional.rms_norm(inputs[0], (width,), factor, how.epsilon)
+    outputs, grads = ([expected, inputs[0].clone()], [grad, of_total]) if sums else ([expected], [grad])
+    trained = inputs if how.centred else inputs[:2]
+    wanted = torch.autograd.grad(outputs, trained, [each.float() for each in grads])
+
+    found, scales, of_sum = kernels.norm(x, weight, bias if how.centred else None, how, plus=plus if sums else None)
+    back = kernels.norm_backward(
+        grad, of_sum, weight, scales, how, has_bias=how.centred, of_total=of_total if sums else None
+    )
+    assert torch.equal(of_sum, total)
+    for ours, theirs in zip((found, *back), (expected, *wanted), strict=False):
+        assert ours is not None
         near = theirs.detach().to(dtype)
         torch.testing.assert_close(ours, near, rtol=BITS[dtype], atol=BITS[dtype] / 4 * float(near.abs().max()))
         assert ours.is_contiguous()
+    assert (back[2] is None) != how.centred
 
 
 def test_nan_passes_a_clamped_gate() -> None:
