@@ -16,8 +16,8 @@ from harness import Trainer
 from harness.extras.lora import Adaptation, lora_config
 from harness.hf.skeleton import read_source
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.test_experts import FAMILIES as EXPERTS
-from tests.distributed.test_experts import SPREAD
+from tests.support.expert_families import FAMILIES as EXPERTS
+from tests.support.expert_families import SPREAD
 from tests.support.layers import build, prepare
 from tests.support.ranks import run_ranks
 from tests.support.training import STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst

@@ -20,6 +20,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan
 from harness.parallel.tensor.shard import shard_of
+from tests.support.expert_families import FAMILIES, LATENT, SPREAD
 from tests.support.ranks import on_device, run_ranks
 from tests.support.training import (
     BATCH,
@@ -40,8 +41,6 @@ pytestmark = pytest.mark.ranks
 
 LOSS, NORM = 5e-6, 1e-4  # fp32 sums in another order, which also moves what the routers compare
 EVAL_BATCH = 4
-SMALL = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_aux_loss_coef": 0.02}
-LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "head_dim", "qk_rope_head_dim"), 8)
 LOOPING: dict[str, Any] = {
     **LATENT,
     "v_head_dim": 16,
@@ -52,21 +51,6 @@ LOOPING: dict[str, Any] = {
     "expert_ffn_hidden_size": 16,
     "ffn_hidden_size": 32,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {**SMALL, "num_local_experts": 4},
-    "qwen3_moe": {**SMALL, "num_experts": 4},
-    "gpt_oss": {**SMALL, "num_local_experts": 4},  # its tensor-parallel plan is a file
-    "deepseek_v3": {
-        **SMALL,
-        "n_routed_experts": 4,
-        "num_key_value_heads": 4,
-        "first_k_dense_replace": 1,
-        **dict.fromkeys(("n_group", "topk_group"), 1),
-        **LATENT,
-        "v_head_dim": 16,
-    },
-}
-SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
 def written_and_trained(job: Job, folder: str) -> Curve:

@@ -16,8 +16,8 @@ import pytest
 from peft import LoraConfig
 
 from harness import Trainer
-from tests.distributed.test_experts import FAMILIES as EXPERTS
-from tests.distributed.test_experts import SPREAD
+from tests.support.expert_families import FAMILIES as EXPERTS
+from tests.support.expert_families import SPREAD
 from tests.support.ranks import run_ranks
 from tests.support.training import BATCH, STEPS, Curve, Job, arguments_of, rows, steps_of, tiny_model, worst
 

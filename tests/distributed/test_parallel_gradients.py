@@ -18,11 +18,12 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan, PlanRule, wildcard
 from harness.parallel.tensor.shared_input import SharedInput
-from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
+from tests.support.cut_layers import TOLERANCE, Errors, compare
 from tests.support.ranks import on_device, run_ranks
 from tests.support.workers import refusal_of
 
 pytestmark = pytest.mark.ranks
+IN, OUT, TOKENS = 9, 14, (2, 5)
 PLAN = Plan(model_type="any", rules={"up": PlanRule(style="colwise"), "down": PlanRule(style="rowwise")})
 
 

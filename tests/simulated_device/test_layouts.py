@@ -12,7 +12,7 @@ import torch
 
 from harness.verify.tiny_copy import tiny_config
 from harness.verify.tiny_copy import tiny_model as tiny_copy
-from tests.distributed.test_experts import FAMILIES
+from tests.support.expert_families import FAMILIES
 from tests.support.ranks import run_ranks
 from tests.support.simulated_device import device
 from tests.support.training import Curve, Job, reference, tiny_model, train_all, worst

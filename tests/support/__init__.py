@@ -28,7 +28,8 @@ reports what a GPU or NCCL would not forgive, counts how often the host waits fo
 | `comparing`, `rollback` | workers of `ranks` that compare the weights of layouts, and that go back to a checkpoint |
 | `shared_sequences` | jobs whose ranks share each sequence, held to those whose ranks do not |
 | `simulated_device` | a torch device that fails as a GPU would, counts waits for the device, and has a clock |
-| `models`, `experts`, `plan_models`, `preferences` | tiny models of each kind, and pairs of completions |
+| `models`, `experts`, `expert_families`, `plan_models`, `preferences` | tiny models of each kind, completions |
+| `cut_layers` | a layer that is cut over tensor-parallel ranks, held to the whole one |
 | `random_compositions` | layouts with features drawn at random, and the smallest one that fails |
 | `layers` | a model cut into pipeline layers in one process |
 | `threads` | threads as ranks, for tensor-parallel layers alone |

@@ -12,30 +12,7 @@ from harness.resilience.watch.board import VERDICT
 from harness.resilience.watch.diagnosis import LONGEST, Diagnosis, RankStatus, diagnose
 from harness.resilience.watch.stragglers import slowest_rank
 from harness.resilience.watch.watcher import SLOW_S, Limits
-
-
-def rank_status(rank: int, **changes: Any) -> RankStatus:
-    """A rank that trains, and waits for others in a collective."""
-    usual: dict[str, Any] = {
-        "rank": rank,
-        "stage": rank,
-        "host": "a",
-        "pid": 100 + rank,
-        "phase": Phase.STEP,
-        "step": 7,
-        "beats": 7 * BEATS_OF_STEP + 5,
-        "doing": f"RecvGrad({rank})",
-        "still": 0.1,
-        "unwatched": 0.1,
-        "silent": 0.0,
-        "limit": 30.0,
-        "state": "S",
-        "ending": "",
-        "waits": True,
-        "place": "recv",
-        "work": 0.5,
-    }
-    return RankStatus(**{**usual, **changes})
+from tests.unit.resilience.watch.statuses import rank_status
 
 
 def culprit(*statuses: RankStatus) -> int | None:

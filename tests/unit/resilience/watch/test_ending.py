@@ -14,7 +14,7 @@ from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.diagnosis import Diagnosis, RankStatus
 from harness.resilience.watch.ending import announce, append_stacks
 from harness.topology.env import RECORDS
-from tests.unit.resilience.watch.test_diagnosis import rank_status
+from tests.unit.resilience.watch.statuses import rank_status
 
 
 @pytest.fixture

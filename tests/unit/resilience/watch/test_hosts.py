@@ -17,7 +17,7 @@ from harness.resilience.watch import hosts
 from harness.resilience.watch.diagnosis import Diagnosis, RankStatus, diagnose
 from harness.resilience.watch.hosts import OtherHosts
 from harness.topology.signed_store import SignedStore
-from tests.unit.resilience.watch.test_diagnosis import rank_status
+from tests.unit.resilience.watch.statuses import rank_status
 
 VERDICT = Diagnosis(error="Hang", culprit=3, step=7, message="rank 3 hangs")
 

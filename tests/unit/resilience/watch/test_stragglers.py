@@ -19,7 +19,7 @@ from harness.resilience.watch.stragglers import (
     Stragglers,
     share_of_work,
 )
-from tests.unit.resilience.watch.test_diagnosis import rank_status
+from tests.unit.resilience.watch.statuses import rank_status
 
 Looks = Callable[[float], list[RankStatus]]
 
