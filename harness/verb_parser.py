@@ -100,7 +100,8 @@ class Boolean(argparse.Action):
         words: Sequence[str] = (),
         **_: object,
     ) -> None:
-        kind, shown = partial(argument_in_type, hint), "|".join(("true", "false", *words))
+        kind = partial(argument_in_type, hint)
+        shown = "|".join(("true", "false", *words))
         super().__init__(
             option_strings, dest, nargs="?", const=True, default=default, type=kind, help=help, metavar=shown
         )
@@ -161,7 +162,8 @@ class FlagParser(argparse.ArgumentParser):
                 if isinstance(action, Boolean) and not equals:
                     follows = follows or following in action.words
                     if follows or has_positionals:
-                        equals, value = "=", rest.pop(0) if follows else "true"
+                        equals = "="
+                        value = rest.pop(0) if follows else "true"
                 kept.append(name + equals + value)
             elif plain.startswith("__no_") and positive in flags and isinstance(flags[positive][1], Boolean):
                 name = flags[positive][0]
@@ -226,9 +228,11 @@ class VerbParser(FlagParser):
 
     def add_run_arguments(self, names: Iterable[str]) -> None:
         """Add arguments of a run to which a config may leave a value; a boolean stands alone or takes true or false."""
-        hints, defaults = get_type_hints(AutoValues), {item.name: item.default for item in fields(AutoValues)}
+        hints = get_type_hints(AutoValues)
+        defaults = {item.name: item.default for item in fields(AutoValues)}
         for name in names:
-            hint, default = hints[name], defaults[name]
+            hint = hints[name]
+            default = defaults[name]
             text = with_default("as in a run", default)
             if takes(hint, bool):
                 self.add_argument(f"--{name}", action=Boolean, default=None, help=text)

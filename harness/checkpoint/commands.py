@@ -80,7 +80,8 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 def show(directory: Path) -> None:
     """Print a checkpoint's step, layout, model and optimizer, and its files."""
-    progress, files = read_progress(directory), read_manifest(directory).files
+    progress = read_progress(directory)
+    files = read_manifest(directory).files
     if progress.run_id:
         print(f"run {progress.run_id}")
     print(f"step {progress.step:,}, {counted(progress.consumed_samples, 'sample')} consumed")

@@ -29,7 +29,8 @@ EXAMPLE = """example:
       -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir runs/a"""
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # Kubernetes' labels take 63 characters; it appends to names
 OF_PODS = ("resource", "image", "volume", "mount", "namespace", "cpus", "memory", "shared_memory")
-CLAIM, IMAGE = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"), re.compile(r"[\w./:@-]{1,255}", re.ASCII)
+CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+IMAGE = re.compile(r"[\w./:@-]{1,255}", re.ASCII)
 SAVE_S = 60.0  # seconds of a save, if no run has measured one
 SPARE_S = 60.0  # besides the save: to finish a step before it, and to end the processes after it
 
@@ -64,7 +65,8 @@ def cluster(argv: Sequence[str]) -> int:
         shared_gib=args.shared_memory,
     )
     if args.kind == "slurm":
-        text, how = batch(job), "sbatch"
+        text = batch(job)
+        how = "sbatch"
     else:
         documents = train_job(job) if args.resource == "TrainJob" else [job_set(job)]
         text = yaml.safe_dump_all(documents, sort_keys=False, width=100)

@@ -125,7 +125,8 @@ def _flags(
             raise UserError(
                 f"{file}:{key.start_mark.line + 1}: a key is not a name: give flags, such as `max_steps: 100`"
             )
-        where, name = f"{file}:{key.start_mark.line + 1}: ", section + str(key.value).removeprefix("--")
+        where = f"{file}:{key.start_mark.line + 1}: "
+        name = section + str(key.value).removeprefix("--")
         own = name.replace("-", "_")
         if own in seen:
             raise UserError(f"{where}{name} is given twice")

@@ -27,7 +27,8 @@ from harness.verb_parser import Boolean, FlagParser, argument_in_type, whole_num
 
 _NOT_FLAGS = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 Known = Mapping[str, Field[object]]
-_NAMES, _SEVERAL = re.compile(r"[\w.,\s-]*"), re.compile(r"[,\s]+")
+_NAMES = re.compile(r"[\w.,\s-]*")
+_SEVERAL = re.compile(r"[,\s]+")
 
 
 class Parser(FlagParser):
@@ -192,7 +193,9 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
         if plain in known:
             require_one_name(names, plain, f"--{spelled}")
             if is_auto(plain, given):
-                flag, equals, value = [name], "=", str(computes_in_bf16())
+                flag = [name]
+                equals = "="
+                value = str(computes_in_bf16())
             kept += [f"--{plain}{equals}{value}", *flag[1:]]
         elif plain != negated and negated in known and takes(known[negated].type, bool):
             require_one_name(names, negated, f"--{spelled.removeprefix('no_')}")

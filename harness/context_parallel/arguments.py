@@ -18,7 +18,8 @@ from harness.parallel.context.sequence_shards import ContextParallel
 Leaf: TypeAlias = tuple[int | str, int]
 """A tensor among a layer's arguments: the argument's position or name, and the tensor's index within it."""
 
-BATCH, LENGTHS = 2, (11, 13)
+BATCH = 2
+LENGTHS = (11, 13)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class SplitArguments:
         Tensors with a dimension of `length` tokens, [..., length, ...], become [..., own tokens, ...]. Also returns the
         uncut tensors by the `id` of their cut parts.
         """
-        dims, places = self.dims[index], iter([leaf for leaf, _ in _leaves(inputs)])
+        dims = self.dims[index]
+        places = iter([leaf for leaf, _ in _leaves(inputs)])
         whole: dict[int, Tensor] = {}
 
         def cut(tensor: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ class SharedAttention:
             query, key, value = (self.context.join(x, self.length, 2) for x in (query, key, value))
             output = _attention(function, module, (query, key, value), attention_mask, args, kwargs)
             return self.context.own(output).contiguous(), None
-        queries, keys = heads.queries(size), heads.key_values(size)
+        queries = heads.queries(size)
+        keys = heads.key_values(size)
         own = queries[self.context.rank]
         query = exchange_heads(query, queries, self.context, self.length)
         key, value = (exchange_heads(x, keys, self.context, self.length) for x in (key, value))

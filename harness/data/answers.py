@@ -70,7 +70,8 @@ def _found(chat: Conversation, learnt: Set[int]) -> Answers:
     if marked is None:
         first = next(index for index, message in enumerate(chat.messages) if message["role"] == ASSISTANT)
         raise not_found(first)
-    turns, last = Turns(chat, marked), len(chat.messages) - 1
+    turns = Turns(chat, marked)
+    last = len(chat.messages) - 1
     prompts = {index: _served_prompt(turns, index) for index in sorted(learnt)}
     if chat.template.marks_answers:
         spans = _generated(turns, learnt)
@@ -96,7 +97,8 @@ def _served_prompt(turns: Turns, index: int) -> tuple[str, int] | None:
     without thoughts. Raises Unusable if the answer stands behind something else.
     """
     chat = turns.chat
-    asked, is_last = turns.first_messages(index, prompt=True), index + 1 == len(chat.messages)
+    asked = turns.first_messages(index, prompt=True)
+    is_last = index + 1 == len(chat.messages)
     answered = (turns.text, turns.placed) if is_last else turns.first_messages(index + 1)
     if index == 0 or asked is None or answered is None:
         return None
@@ -108,7 +110,8 @@ def _served_prompt(turns: Turns, index: int) -> tuple[str, int] | None:
     at = common_length(prompt, text)
     unclosed = _OPEN_TOKEN.search(prompt[:at])
     at = unclosed.start() if unclosed else at
-    rest, between = prompt[at:], text[at:first]
+    rest = prompt[at:]
+    between = text[at:first]
     if _NO_THOUGHT.fullmatch(rest) and not any(token in between for token in _TOKEN.findall(rest)):
         return prompt, at
     raise Unusable(
@@ -137,10 +140,12 @@ def _to_stop(turns: Turns, index: int, span: Span) -> Span:
     the last turn by a token that it replaces in earlier ones, these are learnt without: the model never writes theirs.
     """
     span = _up_to_token(turns, index, span)
-    messages, (start, end) = turns.chat.messages, span
+    messages = turns.chat.messages
+    start, end = span
     if index + 1 == len(messages) or _is_closed(turns, index, span) or turns.closes_turns:
         return span
-    role, following = messages[index + 1]["role"], turns.until_next_text(end)
+    role = messages[index + 1]["role"]
+    following = turns.until_next_text(end)
     stop = turns.first_token(following)
     if stop and (role in (USER, *TOOL_ROLES) or stop == turns.stop_before_question):
         return start, end + len(stop)
@@ -156,7 +161,8 @@ def _to_stop(turns: Turns, index: int, span: Span) -> Span:
 
 def _up_to_token(turns: Turns, index: int, span: Span) -> Span:
     """Return the span of an answer without text that the template writes behind the token that stops it."""
-    own, (start, end) = turns.marked.of(index), span
+    own = turns.marked.of(index)
+    start, end = span
     said = own[-1].end(turns.text) if own and own[-1].mark.field == "content" else end
     last = max((found.end() for found in turns.chat.template.tokens(turns.text[said:end])), default=end - said)
     return start, said + last
@@ -167,10 +173,13 @@ def _with_stop(turns: Turns, span: Span) -> tuple[str, Span]:
 
     Some templates write it only as the first token of the next turn; then the text ends with it.
     """
-    text, (start, end), index = turns.text, span, len(turns.chat.messages) - 1
+    text = turns.text
+    start, end = span
+    index = len(turns.chat.messages) - 1
     if _is_closed(turns, index, span):
         return text, span
-    stop, own = turns.stop_before_question, turns.marked.of(index)
+    stop = turns.stop_before_question
+    own = turns.marked.of(index)
     if own and turns.chat.messages[index].get(CALLS):
         following = (turns.followed(own[-1], TOOL_ROLES[0]) or "").removeprefix(text[own[-1].at : end])
         stop = turns.first_token(following.partition(QUESTION)[0])
@@ -191,7 +200,8 @@ def _ends_with_token(turns: Turns, index: int, span: Span) -> bool:
 
 def _is_closed(turns: Turns, index: int, span: Span) -> bool:
     """Return whether the span of an answer ends with a token that stops it."""
-    own, (start, end) = turns.marked.of(index), span
+    own = turns.marked.of(index)
+    start, end = span
     if own and own[-1].mark.field != "content":  # tokens behind it may belong to a call or a thought
         return turns.closes_turns
     return turns.chat.template.first_token(turns.text[own[-1].end(turns.text) if own else start : end]) is not None

@@ -77,7 +77,8 @@ class TokenIds:
             begins = self._ends[shard] - len(self._ids[shard])
             last = min(stop, self._ends[shard])
             yield shard, start - begins, last - begins
-            start, shard = last, shard + 1
+            start = last
+            shard += 1
 
 
 class Blocks:
@@ -131,8 +132,11 @@ def make_blocks(
         UserError: `block_size` < 2, the documents do not fill one block, or the cache cannot be written.
     """
     require_block_size(block_size)
-    encode, dtype = PieceEncoder(tokenizer), smallest_dtype(largest_id(tokenizer))
-    lengths, parts = bytes_of_rows(documents, "text"), parts_of(documents)  # from Arrow's offsets, without the text
+    encode = PieceEncoder(tokenizer)
+    dtype = smallest_dtype(largest_id(tokenizer))
+    # from Arrow's offsets, without the text
+    lengths = bytes_of_rows(documents, "text")
+    parts = parts_of(documents)
 
     def encoded(first: int, stop: int) -> Iterator[npt.NDArray[np.integer]]:
         for start, end in batches(lengths, first, stop):
@@ -144,7 +148,8 @@ def make_blocks(
             yield from encode(documents[start:end]["text"], parts[start:end].tolist(), before, after)
 
     def write(folder: Path, rows: tuple[int, int]) -> None:
-        starts, count = array("q"), 0
+        starts = array("q")
+        count = 0
         with (folder / "ids").open("wb") as file:
             for ids, part in zip(encoded(*rows), parts[slice(*rows)], strict=True):
                 if part == 0:

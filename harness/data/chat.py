@@ -58,7 +58,8 @@ class ConversationEncoder:
         if "messages" not in parsed:
             return self._completion(parsed["prompt"], parsed["completion"])
         self._require_template()
-        messages, tools = parsed["messages"], parsed.get("tools")
+        messages = parsed["messages"]
+        tools = parsed.get("tools")
         unlearnt = {*range(parsed["answers_from"]), *parsed.get("unlearnt", ())}
         learnt = {i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i not in unlearnt}
         if bool(tools) not in self._templates:  # a tokenizer may have another template for tools

@@ -17,7 +17,8 @@ from harness.config.values.json_object import JsonObject
 from harness.data.rows.kinds import ASSISTANT
 
 CALLS = "tool_calls"
-_PRIVATE, TANGUT = range(0x100000, 0x10FFFE), range(0x17000, 0x187F8)
+_PRIVATE = range(0x100000, 0x10FFFE)
+TANGUT = range(0x17000, 0x187F8)
 """The characters that serve as marks; those in tool calls are from Tangut, a script of the 11th century.
 
 A template may write a tool call's arguments with Python's `str`, which escapes unprintable characters, such as private
@@ -101,7 +102,9 @@ class FoundMark:
 
     def start(self, output: str) -> int:
         """Return where the marked part begins in the output: extend to the left while text and output agree."""
-        mark, part, back = self.mark, self.mark.part, 0
+        mark = self.mark
+        part = self.mark.part
+        back = 0
         while back < min(mark.offset - part.span[0], self.at):
             if output[self.at - back - 1] != part.text[mark.offset - back - 1]:
                 break
@@ -110,7 +113,9 @@ class FoundMark:
 
     def end(self, output: str) -> int:
         """Return where the marked part ends in the output: extend to the right while text and output agree."""
-        mark, part, ahead = self.mark, self.mark.part, 0
+        mark = self.mark
+        part = self.mark.part
+        ahead = 0
         while ahead < min(part.span[1] - mark.offset, len(output) - self.at):
             if output[self.at + ahead] != part.text[mark.offset + ahead]:
                 break
@@ -134,7 +139,8 @@ class MarkedMessages:
         parts, placed, length, start = [], [], 0, 0
         for found in _MARKS.finditer(output):
             parts.append(output[start : found.start()])
-            length, start = length + found.start() - start, found.end()
+            length += found.start() - start
+            start = found.end()
             placed.append(FoundMark(found[0], self.marks[found[0]], length))
         return "".join([*parts, output[start:]]), placed
 
@@ -223,7 +229,8 @@ def parts(text: str, words: Sequence[str]) -> list[tuple[int, int]]:
     """Return the spans of a text between `words`, without surrounding space; none for a blank text."""
     present = [re.escape(word) for word in words if word in text]
     cuts = [match.span() for match in re.finditer("|".join(present), text)][:_MOST_PARTS] if present else []
-    starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
+    starts = [0, *(end for _, end in cuts)]
+    ends = [*(start for start, _ in cuts), len(text)]
     spans = [_stripped(text, *part) for part in zip(starts, ends, strict=True)]
     whole = _stripped(text, 0, len(text))
     return [span for span in spans if span[0] < span[1]] or ([whole] if whole[0] < whole[1] else [])

@@ -55,7 +55,8 @@ class Joined(SeveralSources):
         found = np.empty((len(asked), *self.sources[0].lengths([0]).shape[1:]), dtype=np.int64)
         numbers = np.searchsorted(self._ends, asked, side="right")
         for number in np.unique(numbers):
-            here, source = numbers == number, self.sources[number]
+            here = numbers == number
+            source = self.sources[number]
             found[here] = source.lengths(asked[here] - self._ends[number] + len(source))
         return found
 
@@ -100,7 +101,8 @@ class Mixture(Joined, OwnOrder):
         numbers, positions = self._mixed.positions(consumed, count)
         found = np.empty(count, dtype=np.int64)
         for number in np.unique(numbers):
-            here, size = np.flatnonzero(numbers == number), len(self.sources[number])
+            here = np.flatnonzero(numbers == number)
+            size = len(self.sources[number])
             epochs, rows = np.divmod(positions[here], size)
             for epoch in np.unique(epochs):
                 drawn = sample_order(size, seed_of("mixture", seed, number), int(epoch), rows[epochs == epoch])

@@ -84,7 +84,8 @@ def _is_earlier_thought(chat: Conversation, part: Part) -> bool:
 
 def _left_out(chat: Conversation, part: Part) -> str:
     """Return what is wrong, and what to do, if the template leaves out a part."""
-    message, place = chat.messages[part.message], f", message {part.message + 1}"
+    message = chat.messages[part.message]
+    place = f", message {part.message + 1}"
     if part.field == CALLS:
         number = f", call {part.item + 1}" if part.item else ""
         return f"{place}{number}: the chat template does not write its tool calls"
@@ -155,7 +156,8 @@ def _require_name(chat: Conversation, text: str, index: int) -> None:
 
 def _require_role(chat: Conversation, text: str, index: int) -> None:
     """Require that the template writes a message otherwise than one of the user, or of the assistant."""
-    message, around = chat.messages[index], chat.messages[max(0, index - 1) : index + 2]
+    message = chat.messages[index]
+    around = chat.messages[max(0, index - 1) : index + 2]
     key = (index > 0, bool(message.get(CALLS)), bool(chat.tools), *(other["role"] for other in around))
     for other in (USER, ASSISTANT):
         alike = chat.template.roles.get((other, *key))
@@ -216,7 +218,8 @@ def _rewritten(value: Any, change: Callable[[Path, str], str], path: Path = ()) 
 
 
 def _unwritten_tool(tools: list[JsonObject], path: Path) -> str:
-    number, what = int(path[0]), ".".join(str(key) for key in path[2:] if key != "")
+    number = int(path[0])
+    what = ".".join(str(key) for key in path[2:] if key != "")
     return (
         f": the chat template does not write `{what}` of tool {number + 1} ({tools[number]['function']['name']}): "
         "remove it, or use a template that writes it"

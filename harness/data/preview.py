@@ -122,7 +122,8 @@ def _cut(text: str) -> str:
 def _sizes(source: Blocks | Samples) -> JsonObject:
     """Return the numbers of samples, of tokens and of tokens in the loss of a source."""
     if isinstance(source, Samples):
-        tokens, learnt = source.conversations.tokens(), source.conversations.learnt()
+        tokens = source.conversations.tokens()
+        learnt = source.conversations.learnt()
         return {"samples": len(source), "tokens": tokens, "learnt": learnt}
     tokens = len(source) * source.block_size
     return {"samples": len(source), "tokens": tokens, "learnt": tokens - len(source)}

@@ -72,7 +72,8 @@ class EncodedConversations:
         shards = np.searchsorted(self._last, asked, side="right")
         found = np.empty(len(asked), dtype=np.int32)
         for shard in np.unique(shards):
-            here, ends = shards == shard, self._ends[shard]
+            here = shards == shard
+            ends = self._ends[shard]
             row = asked[here] - (self._last[shard] - len(ends))
             found[here] = ends[row] - np.where(row > 0, ends[row - 1], 0)
         return found
@@ -177,11 +178,14 @@ def make_samples(
         UserError: the tokenizer has no chat template, the template cannot render a conversation, or none is left.
     """
     require_block_size(block_size)
-    encode, dtype = ConversationEncoder(tokenizer), smallest_dtype(largest_id(tokenizer))
+    encode = ConversationEncoder(tokenizer)
+    dtype = smallest_dtype(largest_id(tokenizer))
     lengths = bytes_of_rows(documents, "conversation")  # the conversations are not read
 
     def write(folder: Path, rows: tuple[int, int]) -> None:
-        ends, lost, learnt = array("q"), array("q"), 0
+        ends = array("q")
+        lost = array("q")
+        learnt = 0
         with (folder / "ids").open("wb") as ids, (folder / "answers").open("wb") as answers:
             for start, stop in batches(lengths, *rows):
                 batch = documents[start:stop]
@@ -204,7 +208,8 @@ def make_samples(
         bins.ends.astype(np.int64).tofile(folder / "ends")
 
     key = "samples", _FORMAT, fingerprint_of(documents), block_size, identity(tokenizer), encode.template
-    folder, bins = how.folder(*key), None
+    folder = how.folder(*key)
+    bins = None
     try:
         doing = "encoding conversations"
         folders = make_shards(folder, rows_of_shards(lengths), write, doing=doing, say=how.say, workers=how.workers)
@@ -225,7 +230,8 @@ def make_samples(
 
 def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:
     """Return one line for the user: how many conversations were packed, cut and dropped."""
-    tokens, blocks = conversations.tokens(), len(conversations if bins is None else bins)
+    tokens = conversations.tokens()
+    blocks = len(conversations if bins is None else bins)
     said = [f"{counted(total, 'conversation')} of {counted(tokens, 'token')}"]
     if bins is not None:
         padding = f"{1 - tokens / (blocks * size):.0%} padding"

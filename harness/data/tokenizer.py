@@ -118,7 +118,8 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
 
 def padding_id(tokenizer: Tokenizer, vocabulary: int | None = None) -> int:
     """Return the id that pads samples: the tokenizer's if the model has it, else the end-of-document id."""
-    padding, end = tokenizer.pad_token_id, end_of_document_id(tokenizer)
+    padding = tokenizer.pad_token_id
+    end = end_of_document_id(tokenizer)
     return end if padding is None or (vocabulary is not None and padding >= vocabulary) else padding
 
 

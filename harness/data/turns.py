@@ -94,7 +94,8 @@ class Turns:
     @cached_property
     def header(self) -> str:
         """The generation prompt after a question; empty if the template always or never writes one."""
-        question, asked = self.chat.render([self._question]), self.chat.render([self._question], prompt=True)
+        question = self.chat.render([self._question])
+        asked = self.chat.render([self._question], prompt=True)
         return _without_prefix(asked, question)
 
     @cached_property
@@ -126,7 +127,8 @@ class Turns:
 
     def _between_marks(self, index: int, own: list[FoundMark]) -> Span:
         """Return the span of an answer that has marks: from the end of its prompt to the end of its closing token."""
-        begin, end = self._begin(index, own[0]), self._end(index, own[-1])
+        begin = self._begin(index, own[0])
+        end = self._end(index, own[-1])
         if not begin <= own[0].at <= own[-1].at <= end:
             raise not_found(index)
         return begin, end
@@ -151,7 +153,8 @@ class Turns:
     def _begin(self, index: int, first: FoundMark) -> int:
         """Return the index after the generation prompt of an answer, whose first mark is `first`."""
         said = first.start(self.text)
-        asked, without = self.first_messages(index, prompt=True), self.first_messages(index)
+        asked = self.first_messages(index, prompt=True)
+        without = self.first_messages(index)
         if asked is None:
             at = self._behind_earlier(index, first)
             found = None if at is None else self._behind_header(self.text[at:said], self.header)
@@ -161,10 +164,13 @@ class Turns:
                 raise not_found(index)
             return said
         prompt, at = self._behind_last_mark(asked, index)
-        before, plain = self.text[at:said], "" if without is None else self._behind_last_mark(without, index)[0]
+        before = self.text[at:said]
+        plain = "" if without is None else self._behind_last_mark(without, index)[0]
         # Compare up to the mark, not into the answer. If the template writes no header before an answer, the answer's
         # own first characters could be mistaken for the end of the prompt.
-        own, found, up_to_mark = _without_prefix(prompt, plain), None, self.text[at : first.at]
+        own = _without_prefix(prompt, plain)
+        found = None
+        up_to_mark = self.text[at : first.at]
         if own:
             found = end_of(prompt, up_to_mark)
             # The prompt may continue differently from the conversation: it may open thoughts, which past turns omit.
@@ -304,7 +310,8 @@ def end_of(prompt: str, before: str) -> int | None:
     """Return where `prompt` ends in `before`; None unless `before` begins with it, white space aside."""
     if before.startswith(prompt):
         return len(prompt)
-    end, words = 0, "".join(prompt.split())
+    end = 0
+    words = "".join(prompt.split())
     for char in words:
         while before[end : end + 1].isspace():
             end += 1

@@ -40,7 +40,8 @@ class ScatteredSum:
 
     def __init__(self, shard: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
         # Keep the sent tensor until `wait`: gloo reads its memory in the background.
-        self._shard, self._sent = shard, x.contiguous()
+        self._shard = shard
+        self._sent = x.contiguous()
         self._parts = torch.empty_like(self._sent)
         self._work: dist.Work | None = dist.all_to_all_single(self._parts, self._sent, group=group, async_op=True)
 

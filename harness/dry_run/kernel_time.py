@@ -121,7 +121,8 @@ def _products(
     """Return FLOPs and seconds of a matrix product, an attention or a convolution; zeros for anything else."""
     if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
         left, right = args[-2:] if name in ("addmm", "baddbmm") else args[:2]
-        copies, columns = prod(left.shape[:-2]), right.shape[-1]
+        copies = prod(left.shape[:-2])
+        columns = right.shape[-1]
         rows, inner = left.shape[-2:]
         flops = 2.0 * copies * rows * inner * columns
         return flops, matmul(hardware, _precision(left), rows, inner, columns, copies)
@@ -140,7 +141,9 @@ def _products(
 def _attention(hardware: Hardware, name: str, func: Any, args: Positional, kwargs: Keyword) -> tuple[float, float]:
     """Return FLOPs and seconds of fused attention: two products, of which a causal mask leaves half."""
     given = {parameter.name: value for parameter, value in _arguments(func, args, kwargs)}
-    query, key, value = given["query"], given["key"], given["value"]
+    query = given["query"]
+    key = given["key"]
+    value = given["value"]
     pairs = prod(query.shape[:-1]) * key.shape[-2]
     flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
     if given.get("is_causal"):
@@ -148,7 +151,8 @@ def _attention(hardware: Hardware, name: str, func: Any, args: Positional, kwarg
     precision = _precision(query)
     seconds = flops / (hardware.flops[precision] * hardware.own_attention_efficiency(query.shape[-1]))
     if "backward" in name:
-        flops, seconds = ATTENTION_BACKWARD_FLOPS * flops, ATTENTION_BACKWARD_FLOPS * seconds / BACKWARD_RATE
+        flops = ATTENTION_BACKWARD_FLOPS * flops
+        seconds = ATTENTION_BACKWARD_FLOPS * seconds / BACKWARD_RATE
     return flops, seconds + hardware.kernel_seconds
 
 

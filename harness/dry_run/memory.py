@@ -123,7 +123,8 @@ def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) 
 
     These are its states, and the tensors that it updates instead of parameters, such as float32 copies.
     """
-    inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
+    inner = torch_optimizer(optimizer)
+    of_model = {id(parameter) for parameter in parameters}
     updated = [tensor for tensor in inner.state if id(tensor) not in of_model]
     states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
     return [*updated, *states]

@@ -268,7 +268,8 @@ def _even_routes(
 def _two_steps(rank: SimulatedRank) -> tuple[Memory, dict[Message, Traffic]]:
     """Return memory and messages of the second of two steps, in which the optimizer already has its states."""
     engine, plan, ledger = rank.engine, rank.plan, rank.ledger
-    deepspeed, accumulation = engine.deepspeed, plan.resolved.accumulation
+    deepspeed = engine.deepspeed
+    accumulation = plan.resolved.accumulation
     pipeline = isinstance(engine, PipelineStages)
     count = Step(ledger, deepspeed)
     expect_peers(rank)
@@ -350,7 +351,8 @@ def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
     """
     if not isinstance(engine, PipelineStages):
         return 1
-    stage, accumulation = engine.groups.coordinate.stage, plan.resolved.accumulation
+    stage = engine.groups.coordinate.stage
+    accumulation = plan.resolved.accumulation
     passes = list(SCHEDULES[plan.resolved.schedule].order(plan.resolved.chunks, accumulation, stage))
     if plan.resolved.chunks.per_stage > 1:
         return round(most_kept(passes, kept) / sum(kept.values()), 3)

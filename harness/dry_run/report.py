@@ -19,7 +19,8 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def as_json(plan: DryRun, report: RankReport) -> JsonObject:
     """Return the report as JSON; programs rely on its keys."""
-    memory, place = report.memory, report.groups.coordinate
+    memory = report.memory
+    place = report.groups.coordinate
     return {
         "rank": report.groups.rank,
         "world_size": plan.layout.world_size,
@@ -44,7 +45,8 @@ def as_json(plan: DryRun, report: RankReport) -> JsonObject:
 
 def as_text(plan: DryRun, report: RankReport) -> str:
     """Return the report for a terminal."""
-    resolved, groups = plan.resolved, report.groups
+    resolved = plan.resolved
+    groups = report.groups
     kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in report.kinds.items())
     layers = " and ".join(f"{first}-{last}" for first, last in report.chunks.values())
     batch = f"{resolved.accumulation} micro-batches of {plan.rows} x {plan.block_size} tokens"
@@ -113,5 +115,6 @@ def spell(size: float) -> str:
     """Return bytes as text in the largest unit that fits, as `1.50 GiB`."""
     unit = 0
     while size >= 1024 and unit + 1 < len(UNITS):
-        size, unit = size / 1024, unit + 1
+        size = size / 1024
+        unit += 1
     return f"{size:,.2f} {UNITS[unit]}" if unit else f"{size:,.0f} B"

@@ -38,7 +38,8 @@ def stage_times(
         seconds: returns the time of an action for a chunk on a stage.
         sent_seconds: time from one stage to another; within a stage none.
     """
-    now, next_one = [0.0] * len(programs), [0] * len(programs)
+    now = [0.0] * len(programs)
+    next_one = [0] * len(programs)
     sent: dict[Instruction, float] = {}
     arrivals: dict[Instruction, float] = {}
     moved = True

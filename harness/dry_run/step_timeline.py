@@ -33,7 +33,8 @@ def predicted_step(engine: Engine, resolved: Resolved, tape: Tape, micro_batch: 
         resolved: the run's config, whose schedule the engine follows from now on.
         micro_batch: token ids [sequences, tokens], and labels.
     """
-    deepspeed, accumulation = engine.deepspeed, resolved.accumulation
+    deepspeed = engine.deepspeed
+    accumulation = resolved.accumulation
     is_pipeline = isinstance(engine, PipelineStages)
     if is_pipeline:
         deepspeed.schedule = make_schedule(
@@ -43,7 +44,8 @@ def predicted_step(engine: Engine, resolved: Resolved, tape: Tape, micro_batch: 
     else:
         # a step after another micro-batch than the last updates nothing, and the next forward pass follows
         announce_halves(deepspeed, lambda name: tape.begin("ForwardPass" if name == "OptimizerStep" else name))
-    batches, tokens = [micro_batch] * min(2, accumulation), first_tensor(micro_batch[0]).shape[1]
+    batches = [micro_batch] * min(2, accumulation)
+    tokens = first_tensor(micro_batch[0]).shape[1]
     weights_travel = is_pipeline and deepspeed.weights is not None and deepspeed.overlaps
     update_before: list[Event] = []
     with tape:
@@ -92,7 +94,8 @@ def stage_step(
         list(instructions(SCHEDULES[resolved.schedule].order(chunks, accumulation, number), chunks.count))
         for number in range(chunks.num_stages)
     ]
-    recorded, own = _by_instruction(segments), chunks.of_stage(own_stage)
+    recorded = _by_instruction(segments)
+    own = chunks.of_stage(own_stage)
 
     @cache
     def seconds(action: Action, chunk: int, of_stage: int) -> float:

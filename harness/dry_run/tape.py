@@ -105,10 +105,12 @@ class Tape(TorchDispatchMode):
         sent = sent_by(func.overloadpacket.__name__, args)
         if sent is None:
             return
-        group, ranks = self._groups.get(sent.ranks, "other"), sent.ranks
+        group = self._groups.get(sent.ranks, "other")
+        ranks = sent.ranks
         if sent.operation in POINT_TO_POINT:
             peer = next(arg for arg in args if isinstance(arg, int))  # its number in the group
-            group, ranks = "pipeline", tuple(sorted((self._rank, sent.ranks[peer])))
+            group = "pipeline"
+            ranks = tuple(sorted((self._rank, sent.ranks[peer])))
         seconds = collective(self.hardware, sent.operation, ranks, sent.size)
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}  # noqa: SLF001
         is_sync = named.get("async_op") is False
@@ -118,7 +120,8 @@ class Tape(TorchDispatchMode):
                 self._arriving[storage] = number
 
     def _note(self, name: str, stream: str, seconds: float, waits: tuple[int, ...], *, blocks: bool = False) -> int:
-        number, self._numbers = self._numbers, self._numbers + 1
+        number = self._numbers
+        self._numbers += 1
         part = self._part() if stream == COMPUTE else "communication"
         event = Event(number=number, name=name, stream=stream, part=part, seconds=seconds, waits=waits, blocks=blocks)
         self.segments[-1].events.append(event)

@@ -150,7 +150,8 @@ def passes(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     for (part, micro_batch), group in groupby(kernels, key):
         of_pass = list(group)
         name = part if micro_batch is None or part == "optimizer" else f"{part} {micro_batch}"
-        start, end = of_pass[0].start, of_pass[-1].end
+        start = of_pass[0].start
+        end = of_pass[-1].end
         found.append(TimelineSpan(name=name, stream=PASSES, part=part, start=start, end=end, micro_batch=micro_batch))
     return found
 
@@ -172,7 +173,8 @@ def as_trace(of_ranks: Mapping[int, Sequence[TimelineSpan]]) -> JsonObject:
 
 def _complete(span: TimelineSpan, rank: int, thread: int) -> JsonObject:
     # in whole nanoseconds, and from one time to the next: if durations were rounded by themselves, spans would overlap
-    start, end = round(span.start * 1e9), round(span.end * 1e9)
+    start = round(span.start * 1e9)
+    end = round(span.end * 1e9)
     return {
         "name": span.name,
         "cat": span.part,

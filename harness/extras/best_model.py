@@ -74,7 +74,8 @@ def restore_best(
     checkpoint = output_dir / finished_name(state.best_global_step)
     problem = problem_with(checkpoint)
     if problem is None:
-        state.best_model_checkpoint, state.best_saved_metric = str(checkpoint), state.best_metric
+        state.best_model_checkpoint = str(checkpoint)
+        state.best_saved_metric = state.best_metric
         return None
     best = _named(args, state.best_global_step, state.best_metric)
     # Early stopping and `--save_strategy best` compare only the metric: they go on without the checkpoint.

@@ -56,7 +56,8 @@ class EqualShares:
             while start < size:
                 run = range(start, min(size, start + room))
                 piece.append((index, run))
-                start, room = run.stop, room - len(run)
+                start = run.stop
+                room -= len(run)
                 if not room:
                     yield piece
                     piece, room = [], numbers
@@ -200,23 +201,29 @@ class HostMemory:
 
         The result holds the rows from all ranks [m, ...], in rank order.
         """
-        rank, width = self._peers.rank, prod(x.shape[1:])
+        rank = self._peers.rank
+        width = prod(x.shape[1:])
         flat = x.detach().contiguous().view(-1)
         result = x.new_empty((sum(row[rank] for row in sizes), *x.shape[1:]))
-        kept, before = sizes[rank][rank] * width, sum(sizes[rank][:rank]) * width
+        kept = sizes[rank][rank] * width
+        before = sum(sizes[rank][:rank]) * width
         of_kept = sum(row[rank] for row in sizes[:rank]) * width
         result.view(-1)[of_kept : of_kept + kept].copy_(flat[before : before + kept])
         travels = [[n * width * (i != j) for j, n in enumerate(row)] for i, row in enumerate(sizes)]
         around = [part for part in (flat[:before], flat[before + kept :]) if len(part)]
         sent = around[0] if len(around) == 1 else torch.cat(around or [flat[:0]])
-        numbers, longest = max(PIECE_BYTES // x.element_size(), 1), max(map(sum, travels))
+        numbers = max(PIECE_BYTES // x.element_size(), 1)
+        longest = max(map(sum, travels))
         starts = range(0, longest, numbers)
 
         def place(shares: list[Tensor], at: Tensor) -> None:
-            done, start = 0, int(at)
+            done = 0
+            start = int(at)
             for source, (row, full) in enumerate(zip(travels, sizes, strict=True)):
-                first, length = sum(row[:rank]), row[rank]
-                low, high = max(first, start), min(first + length, start + numbers)
+                first = sum(row[:rank])
+                length = row[rank]
+                low = max(first, start)
+                high = min(first + length, start + numbers)
                 if low < high:
                     part = shares[source][low - start : high - start]
                     result.view(-1)[done + low - first : done + high - first].copy_(part)
@@ -298,7 +305,8 @@ class HostMemory:
 
     def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Return the next buffer of each rank; other ranks may still read the last one."""
-        size, start = prod(shape) * dtype.itemsize, self._turn * PIECE_BYTES
+        size = prod(shape) * dtype.itemsize
+        start = self._turn * PIECE_BYTES
         self._turn = 1 - self._turn
         return [memory[start : start + size].view(dtype).view(shape) for memory in self._peers.memory]
 

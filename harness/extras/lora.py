@@ -63,7 +63,9 @@ SUPPORTED = frozenset(
     }
 )
 WHOLE = 1 << 18  # a tensor up to this number of elements is read whole
-BLOCKS, BLOCK = 8, 1 << 12  # of a larger one, this many blocks of this many elements are read
+# of a larger one, this many blocks of this many elements are read
+BLOCKS = 8
+BLOCK = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +226,8 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
         base = model.get_base_model()
         active = model.active_adapters
     elif getattr(model, "_hf_peft_config_loaded", False):
-        base, active = model, model.active_adapters()
+        base = model
+        active = model.active_adapters()
     else:
         return None
     if len(active) != 1:
@@ -249,7 +252,8 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
             own = key.replace(f".modules_to_save.{name}.", ".")
             if not torch.equal(weights[own], tensor):
                 replaced.add(own)
-            weights[own], trained[own] = tensor, tensor.requires_grad
+            weights[own] = tensor
+            trained[own] = tensor.requires_grad
     if not any(tensor.requires_grad for tensor in model.parameters()):
         trained = {}
     elif frozen := sorted(key for key, tensor in adapters.items() if not tensor.requires_grad):
@@ -291,7 +295,8 @@ def _require_as_configured(base: PreTrainedModel, name: str, plain: PreTrainedMo
     """Raise UserError for a layer with adapters that peft would not make of the config: its settings were changed."""
     made = copy.deepcopy(plain)
     inject(made, replace(adaptation, config=copy.deepcopy(adaptation.config)), keep_ties=False)
-    given, expected = _settings(base, name), _settings(made, NAME)
+    given = _settings(base, name)
+    expected = _settings(made, NAME)
     for path in sorted(given.keys() ^ expected.keys()):
         raise UserError(
             f"{path}: the adapter's config {'adapts' if path in expected else 'does not adapt'} it, unlike the model"
@@ -531,7 +536,8 @@ def _checksum(tensor: Tensor) -> int:
 
     Values are converted to float32 first, so that the same model in memory, in a wider dtype, has the same checksum.
     """
-    total, count = 0, tensor.numel()
+    total = 0
+    count = tensor.numel()
     last = max(count - BLOCK, 0)
     spans = [(0, count)] if count <= WHOLE else [(at := last * n // (BLOCKS - 1), at + BLOCK) for n in range(BLOCKS)]
     for start, stop in spans:

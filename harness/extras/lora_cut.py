@@ -132,7 +132,8 @@ def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: Tens
     if not matrix:
         outputs = 2 if getattr(base, "is_transposed", False) else 1
     for key, rank in wrapper.r.items():
-        a, b = wrapper.lora_A[key], wrapper.lora_B[key]
+        a = wrapper.lora_A[key]
+        b = wrapper.lora_B[key]
         if shard.dim == outputs:
             b.weight = cut_parameter(b.weight, _same_pieces(shard, b.weight, dim=0))
         elif shard.dim > 0:

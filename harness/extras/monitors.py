@@ -141,7 +141,8 @@ class Tables:
         """Add a row to the table of each value."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, value in values.items():
-            path, header = self._folder / f"{name.replace('/', '_')}.csv", ["step", name.rpartition("/")[2]]
+            path = self._folder / f"{name.replace('/', '_')}.csv"
+            header = ["step", name.rpartition("/")[2]]
             if path not in self._own:
                 self._take(path, header)
             is_new = not path.exists()

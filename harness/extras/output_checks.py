@@ -94,7 +94,8 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
 
     Raises UserError on all ranks if that fails. Leaves nothing behind in either case.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     folder = output_dir / partial_name(0)
     path = folder / "trial.safetensors"
     header, (region,) = file_regions(path, [Entry(name="w", shape=(ranks, VALUES), dtype=torch.float32, trained=True)])

@@ -158,7 +158,8 @@ def _connect(
             if not _is_own_user(connection):
                 raise ConnectionError(f"another user answers in the place of rank {other}")
             connection.send(_GREETING.pack(rank, invitations[other].secret))
-            sockets[other], memory[other] = connection, _exchanged(connection, own, memory_bytes)
+            sockets[other] = connection
+            memory[other] = _exchanged(connection, own, memory_bytes)
         until = time.monotonic() + _MEETING_S
         while len(sockets) < len(invitations) - 1:
             listener.settimeout(max(until - time.monotonic(), 0.001))
@@ -169,7 +170,8 @@ def _connect(
                 connection.close()  # a stranger
                 continue
             connection.settimeout(_MEETING_S)
-            sockets[caller], memory[caller] = connection, _exchanged(connection, own, memory_bytes)
+            sockets[caller] = connection
+            memory[caller] = _exchanged(connection, own, memory_bytes)
     finally:
         os.close(own)
     for connection in sockets.values():

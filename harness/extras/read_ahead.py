@@ -137,7 +137,8 @@ def _tensor(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int
 
 def _packed(step: object) -> Packed:
     """Pack a step into shared memory. UserError if that fails."""
-    target, found = io.BytesIO(), list[pickle.PickleBuffer]()
+    target = io.BytesIO()
+    found = list[pickle.PickleBuffer]()
     _Pickler(target, pickle.HIGHEST_PROTOCOL, buffer_callback=found.append).dump(step)
     contents = [buffer.raw() for buffer in found]
     stops = np.cumsum([-(-content.nbytes // _ALIGNED) * _ALIGNED for content in contents], dtype=np.int64).tolist()

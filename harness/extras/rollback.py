@@ -51,9 +51,12 @@ class Rollback:
                 self._in_a_row = 0
 
     def _go_back(self, reason: str, rewind: Callable[[int], None]) -> None:
-        run, state, stream = self.run, self.run.state, self.run.stream
+        run = self.run
+        state = self.run.state
+        stream = self.run.stream
         assert stream is not None
-        first, stop = stream.consumed - stream.global_batch, stream.consumed
+        first = stream.consumed - stream.global_batch
+        stop = stream.consumed
         self._in_a_row += 1
         self._failed_at = max(self._failed_at, state.global_step + 1)
         # The same samples again: skipping them has not helped.

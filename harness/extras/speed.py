@@ -79,7 +79,8 @@ def attention_flops(length: int = 512, heads: int = 8, size: int = 64) -> float:
 
 def copied_bytes(elements: int = 2**24) -> float:
     """Return the bytes per second that copying a large tensor reads and writes."""
-    source, target = torch.ones(elements), torch.empty(elements)
+    source = torch.ones(elements)
+    target = torch.empty(elements)
     return 2 * 4 * elements / usual_seconds(lambda: target.copy_(source))
 
 
@@ -144,7 +145,8 @@ def link_rates() -> dict[str, float]:
     share_memory([dist.group.WORLD], HostMemory.open)
     few, many = link()
     leave_memory()
-    moved, hops = 2 * (ranks - 1) / ranks * 4 * 2**22, 2 * ceil(log2(ranks))
+    moved = 2 * (ranks - 1) / ranks * 4 * 2**22
+    hops = 2 * ceil(log2(ranks))
     return {"hop_seconds": few / hops, "bytes_per_second": moved / max(many - few, 1e-9)}
 
 

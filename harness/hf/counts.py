@@ -51,7 +51,8 @@ def parameter_counts(model: PreTrainedModel) -> ParameterCounts:
     text = model.config.get_text_config(decoder=True).to_dict()
     seen: set[int] = set()
     layers = tuple(_layer_counts(layer, text, seen) for layer in model.get_submodule(find_stack(model)).children())
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     return ParameterCounts(
         layers=layers,
         total=sum(parameter.numel() for parameter in model.parameters()),

@@ -26,7 +26,8 @@ def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
         return
     model = build_skeleton(source.config)
     plan = expert_parallel_plan(model, PLANS, tp_size=tp_size) if ep_size > 1 else plan_for(model, PLANS)
-    text, neighbours = source.config.get_text_config(decoder=True), TensorParallel(size=max(ep_size // tp_size, 1))
+    text = source.config.get_text_config(decoder=True)
+    neighbours = TensorParallel(size=max(ep_size // tp_size, 1))
     with suppress(ValueError):  # raised for weights tied between layers; `assemble` cuts layer by layer
         cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=Neighbours(ranks=neighbours))
 

@@ -129,7 +129,8 @@ class HuggingFaceTrainer(Trainer):
         return self._in_order(tokens_of_new(self.run, test_dataset, "test_dataset"))
 
     def _in_order(self, data: MapDataset) -> Batches:
-        run, groups = self.run, self.run.groups
+        run = self.run
+        groups = self.run.groups
         size = batch_size(run)
         rows = [list(range(start, min(start + size, len(data)))) for start in range(0, len(data), size)]
         mine = rows[groups.coordinate.batch_rank :: groups.layout.batch_ranks]
@@ -138,7 +139,8 @@ class HuggingFaceTrainer(Trainer):
     def log_metrics(self, split: str, metrics: Mapping[str, object]) -> None:
         """Print metrics of `split` (train, eval, test) as a table, on rank 0."""
         shown = {name: f"{value:,.4f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-        width, digits = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
+        width = max(map(len, shown), default=0)
+        digits = max(map(len, shown.values()), default=0)
         lines = [f"  {name:{width}} = {shown[name]:>{digits}}" for name in sorted(shown)]
         self.run.console.say("\n".join([f"***** {split} metrics *****", *lines]))
 

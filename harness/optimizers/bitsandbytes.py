@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from harness.optimizers import adam, lion
 from harness.optimizers.optimizer import OptimizerClass, OptimizerType, Range
 
-OF_ADAM, OF_LION = adam.ADAM.family, lion.LION.family
+OF_ADAM = adam.ADAM.family
+OF_LION = lion.LION.family
 IN_8_BITS = 1 + 4 / 256
 """Bytes of a value in 8 bits, with its part of the scale of its block."""
 ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "optim_bits", "args", "min_8bit_size")

@@ -131,7 +131,8 @@ class Estimate(Prediction):
 
     def row(self) -> JsonObject:
         """Return the row as JSON; programs rely on its keys, which docs/planning.md lists."""
-        ranks, strategy = self.strategy.world_size, self.strategy
+        ranks = self.strategy.world_size
+        strategy = self.strategy
         rate = self.tokens_per_second / ranks
         frozen = self.workload.lora is not None
         model_flops = rate * self.workload.shape.flops_per_token(self.workload.sequence, frozen=frozen)
@@ -293,7 +294,8 @@ def _offload(zero: Mapping[str, object], stage: int) -> Offload:
     def is_off(key: str) -> bool:
         return lookup(zero, f"/{key}/device") not in (None, "none")
 
-    states, parameters = stage >= 1 and is_off("offload_optimizer"), stage == 3 and is_off("offload_param")
+    states = stage >= 1 and is_off("offload_optimizer")
+    parameters = stage == 3 and is_off("offload_param")
     if parameters:
         return "optimizer+parameters" if states else "parameters"
     return "optimizer" if states else "none"

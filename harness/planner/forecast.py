@@ -85,7 +85,8 @@ def forecast(
     """
     if source.model is not None or adapters:
         return None
-    on_cpu, name = device.type == "cpu", _described(device)
+    on_cpu = device.type == "cpu"
+    name = _described(device)
     try:
         read = decoder_of(source.config.to_dict(), source.name)
         shape = with_counts(read, counts_of(source.config))

@@ -184,8 +184,12 @@ def update_issue(hardware: Hardware, layers: int) -> float:
 # of the logits at a time: each widens to fp32, subtracts the maximum, exponentiates, sums or scales, and narrows.
 # torch's widens all logits, and keeps their softmax. So does Megatron's, in more operations (Megatron-LM,
 # `vocab_parallel_cross_entropy`).
-LOGIT_BYTES, LOGIT_BYTES_OF_TORCH, LOGIT_BYTES_OF_MEGATRON = Seconds(28, 36), Seconds(16, 22), Seconds(34, 14)
-LOGITS_AT_ONCE, LOSS_KERNELS = 2**23, Seconds(5.0, 9.0)  # logits of such a part, and its kernels
+LOGIT_BYTES = Seconds(28, 36)
+LOGIT_BYTES_OF_TORCH = Seconds(16, 22)
+LOGIT_BYTES_OF_MEGATRON = Seconds(34, 14)
+# logits of such a part, and its kernels
+LOGITS_AT_ONCE = 2**23
+LOSS_KERNELS = Seconds(5.0, 9.0)
 # On a CPU most of that stays in a core's cache: forward writes once and reads twice, backward reads and writes. An
 # exponential takes about as long as moving four bytes.
 LOGIT_BYTES_IN_CACHE = Seconds(16.0, 12.0)
@@ -210,7 +214,8 @@ def _share(width: int, ranks: int) -> int:
 
 def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
     """Return the seconds of all matrix products except those of scores and values in attention."""
-    tp, precision = strategy.tp_size, workload.precision
+    tp = strategy.tp_size
+    precision = workload.precision
     linear = partial(product, frozen=workload.lora is not None)
     total = _adapters(hardware, workload, strategy, layer, tokens)
     for inner, columns in layer.attention_matrices:
@@ -246,7 +251,8 @@ def rounding_seconds(
     One kernel rounds an input for its two products, or the gradients of all outputs of layers that read one input.
     Weights are rounded once a step, by rows for the forward pass and by columns for the backward pass.
     """
-    tp, width = strategy.tp_size, _share(layer.dense_ffn, strategy.tp_size)
+    tp = strategy.tp_size
+    width = _share(layer.dense_ffn, strategy.tp_size)
     sizes = [(inner, _share(columns, tp)) for inner, columns in layer.attention_matrices]
     sizes += [(_share(layer.output, tp), layer.hidden), (layer.hidden, layer.into_ffn * width), (width, layer.hidden)]
     sizes += [(layer.hidden, _share(max(layer.more, 0) // layer.hidden, tp))]
@@ -269,7 +275,8 @@ def _rounded_bytes(workload: Workload, elements: float) -> float:
 
 def _adapters(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
     """Return the seconds of a layer's adapters, and of reading its weights in 4 bits, forward and backward."""
-    total, lora = Seconds(0.0, 0.0), workload.lora
+    total = Seconds(0.0, 0.0)
+    lora = workload.lora
     if lora is None:
         return total
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
@@ -332,7 +339,8 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     Forward takes 2 x context x (query + output) FLOPs a token. Backward takes 2.5 times that, because it recomputes the
     scores (Dao 2023).
     """
-    length, tp = workload.sequence, strategy.tp_size
+    length = workload.sequence
+    tp = strategy.tp_size
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     tokens = strategy.tokens(length)  # all heads of these tokens, or a share of the heads of all tokens
     work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
@@ -371,7 +379,8 @@ def _narrow_elementwise(
 ) -> Seconds:
     """Return the same on a GPU in 16 bits, for layers of a model of transformers."""
     passes = BY_KERNELS[workload.kernels]
-    tp, shared = strategy.tp_size, strategy.tp_size if strategy.sequence_parallel else 1
+    tp = strategy.tp_size
+    shared = strategy.tp_size if strategy.sequence_parallel else 1
     norm = AS_ONE["norm"] if layer.native_norms else passes["norm"]
     into = 3 if not layer.kv_rank else len(layer.attention_matrices)  # query, key and value read one input
     repeated = (layer.into_ffn - 1 if layer.dense_ffn else 0) + into - 1
@@ -478,7 +487,8 @@ def again_in_tiles(hardware: Hardware, workload: Workload, strategy: Strategy, l
     """Return the seconds in which a backward recomputes a layer's feed-forward blocks tile by tile."""
     if not strategy.block_tile:
         return 0.0
-    tokens, total = strategy.tokens(workload.sequence), 0.0
+    tokens = strategy.tokens(workload.sequence)
+    total = 0.0
     for width, rows, copies in _feed_forward(strategy, layer, tokens):
         columns = width * layer.into_ffn
         total += matmul(hardware, workload.precision, rows, layer.hidden, columns, copies)

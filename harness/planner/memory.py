@@ -20,7 +20,8 @@ from harness.schedules import SCHEDULES, ModelChunks
 
 ALLOCATOR_SHARE = 0.04  # of activations: the GPU allocator rounds blocks up and leaves gaps between them
 # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
-LOSS_CHUNK, LOSS_CHUNK_ON_CPU = 2**23, 2**18
+LOSS_CHUNK = 2**23
+LOSS_CHUNK_ON_CPU = 2**18
 # of one NCCL communicator: 24 channels (assumed), each with the buffers of three protocols (NCCL, src/init.cc,
 # computeBuffSizes)
 COMMUNICATOR = 24 * (4_194_304 + 524_288 + 4_915_200)
@@ -142,7 +143,8 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
 
     Tensor-parallel ranks split the head, and the embedding table if it is tied or `split_table` is set.
     """
-    shape, tp = workload.shape, strategy.tp_size
+    shape = workload.shape
+    tp = strategy.tp_size
     total = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
     if stage.is_first:
         total += _table(workload, strategy)
@@ -168,7 +170,8 @@ def frozen_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> float:
     """Return the bytes of a rank's parameters that are not trained; ZeRO-3 divides them, too."""
     if workload.lora is None:
         return 0.0
-    held, narrow = local_parameters(workload, strategy, stage), 0.0
+    held = local_parameters(workload, strategy, stage)
+    narrow = 0.0
     if workload.lora.weight_bytes is not None:  # linear layers
         shapes = [
             (count, inputs * outputs) for layer, count in stage.layers for _, inputs, outputs in linear_layers(layer)
@@ -234,11 +237,13 @@ def _states(
     rank keeps only the sums of its part, unless ZeRO-2 reduces once a step. Parameters and states are offloaded
     separately.
     """
-    width, stage = workload.element_bytes, strategy.zero_stage
+    width = workload.element_bytes
+    stage = strategy.zero_stage
     parameters = (own if stage == 3 else held) * width
     each = kept * workload.state_bytes + workload.master_bytes
     if stage == 0:
-        gradients, optimizer = held * width, held * (each if width == 2 else each - workload.master_bytes)
+        gradients = held * width
+        optimizer = held * (each if width == 2 else each - workload.master_bytes)
     elif strategy.flat_sums:
         gradients = held * max(workload.gradient_bytes, width)
         optimizer = own * (each if width == 2 else each - workload.master_bytes)
@@ -246,18 +251,22 @@ def _states(
         summed = workload.gradient_bytes if workload.precision != "fp16" else 0
         own_gradient = 0 if workload.habits.sums_in_place else width
         # gradients are summed apart from those of a micro-batch only in a wider precision
-        gradients, optimizer = held * (own_gradient + (summed if summed > width else 0)), own * each
+        gradients = held * (own_gradient + (summed if summed > width else 0))
+        optimizer = own * each
     else:
         kept_sums = held + own if strategy.reduces_once else own
-        gradients, optimizer = kept_sums * max(workload.gradient_bytes, width), own * each
+        gradients = kept_sums * max(workload.gradient_bytes, width)
+        optimizer = own * each
     host = 0.0
     if strategy.offloads_states:
         # ZeRO-3 keeps the copy of the gradients that the optimizer reads
         again = own * workload.master_bytes if stage == 3 else 0.0
-        host, optimizer = optimizer + gradients + again, 0.0
+        host = optimizer + gradients + again
+        optimizer = 0.0
         gradients = gradients if stage < 2 else 0.0
     if strategy.offloads_parameters:
-        host, parameters = host + parameters, 0.0
+        host += parameters
+        parameters = 0.0
     return parameters, gradients, optimizer, host
 
 
@@ -328,7 +337,9 @@ def _recomputed(workload: Workload, strategy: Strategy, stage: Stage) -> float:
 @lru_cache(maxsize=65536)
 def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the bytes that autograd keeps of one layer for one micro-batch."""
-    tp, width, operand = strategy.tp_size, workload.element_bytes, _input_bytes(workload)
+    tp = strategy.tp_size
+    width = workload.element_bytes
+    operand = _input_bytes(workload)
     tokens = strategy.tokens(workload.sequence)
     shared = tp if strategy.sequence_parallel else 1
     whole_input = (
@@ -462,7 +473,8 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, load: Sta
     micro-batches than are in flight, later backward passes begin with all sums. ZeRO-2 copies its part of each
     micro-batch's gradients into one more flat tensor; on a CPU its pages are allocated as they are filled.
     """
-    width, zero = workload.element_bytes, strategy.zero_stage
+    width = workload.element_bytes
+    zero = strategy.zero_stage
     again = strategy.accumulation > load.in_flight
     largest = largest_matrix(workload, strategy, stage) * width
     if workload.habits.sums_in_place:
@@ -501,7 +513,8 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: St
     one flat tensor, and matrices larger than a bucket one by one. ZeRO-3's parameters stay gathered between the
     micro-batches of a step.
     """
-    width, zero = workload.element_bytes, strategy.zero_stage
+    width = workload.element_bytes
+    zero = strategy.zero_stage
     if workload.habits.sums_in_place:
         return 0.0
     if zero == 3:
@@ -527,7 +540,8 @@ def _at_update(workload: Workload, strategy: Strategy, load: StageLoad) -> float
     ZeRO-2 with fp32 sums of 16-bit gradients has it already. ZeRO-3 makes it for one sub-group at a time. In fp16 it
     exists twice for a moment, in fp16 and in fp32.
     """
-    width, zero = workload.element_bytes, strategy.zero_stage
+    width = workload.element_bytes
+    zero = strategy.zero_stage
     if workload.habits.sums_in_place or strategy.offloads_states or zero == 0 or strategy.flat_sums:
         return 0.0
     part = load.own

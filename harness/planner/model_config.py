@@ -24,7 +24,8 @@ NONE_BELOW_0 = ("window", "positions")  # some configs write -1 for no limit
 MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # every config.json has these, perhaps under other names
 NEEDED = ("layers", "hidden", "heads", "vocab")
 SWITCHES = ("experts", "kv_rank")  # if there are any, a layer has another structure
-MOST, MOST_LAYERS = 2**40, 10_000
+MOST = 2**40
+MOST_LAYERS = 10_000
 MOST_OFF = 0.01  # share of a family's parameters; with a larger error, they are counted on its model
 DEFAULTS = (
     *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
@@ -179,7 +180,8 @@ def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int
         by_layer = config.get(key)
         if isinstance(by_layer, list) and len(by_layer) == sizes["layers"]:
             return bool(by_layer[index] == dense)
-    only_dense, only_sparse = config.get("mlp_only_layers"), config.get("moe_layers")
+    only_dense = config.get("mlp_only_layers")
+    only_sparse = config.get("moe_layers")
     if isinstance(only_dense, list) and index in only_dense:
         return True
     if isinstance(only_sparse, list):
@@ -211,10 +213,13 @@ def _has_window(config: Mapping[str, object], sizes: Mapping[str, int], index: i
 
 def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool, has_window: bool) -> LayerShape:
     """Return a layer, with a dense feed-forward network or with experts."""
-    hidden, heads = sizes["hidden"], sizes["heads"]
+    hidden = sizes["hidden"]
+    heads = sizes["heads"]
     kv_heads = sizes["kv_heads"] or heads
     head_dim = (sizes["head_dim"] or hidden // heads) if heads else 0
-    query, key, value = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    query = heads * head_dim
+    key = kv_heads * head_dim
+    value = kv_heads * head_dim
     if sizes["kv_rank"]:
         query = key = heads * (sizes["nope_dim"] + sizes["rope_dim"])
         value = heads * sizes["value_dim"]
@@ -263,7 +268,8 @@ def _size(config: Mapping[str, object], size: str, default: int, source: str) ->
     Of a list with a number for each layer, take the largest. Raises UserError for a value that is no size: with the
     default instead, another model would be planned.
     """
-    most, is_none = MOST_LAYERS if size == "layers" else MOST, False
+    most = MOST_LAYERS if size == "layers" else MOST
+    is_none = False
     for name in SIZE_NAMES[size]:
         value = config.get(name)
         if isinstance(value, list) and value and all(_is_whole(one) for one in value):

@@ -252,7 +252,8 @@ def _is_1f1b_better(schedule: PipelineSchedule, stages: int, micro_batches: int)
 
 def _chunks(task: Task, stages: int, schedule: PipelineSchedule) -> list[int]:
     """Return the numbers of chunks per stage to try, as `Strategy.chunks` counts them; none if layers are too few."""
-    layers, equal = len(task.workload.shape.layers), task.workload.habits.equal_stages
+    layers = len(task.workload.shape.layers)
+    equal = task.workload.habits.equal_stages
     # embedding and head may each count as a layer, and fill a chunk
     each = {-(-whole // stages) for whole in (layers, layers + 2)}
     layers += 2 * equal
@@ -295,9 +296,13 @@ def require_fit(task: Task, found: Found) -> None:
         raise UserError(f"no layout of {counted(task.world_size, 'rank')} can run: {reason}")
     on_device, on_host = _shares(least)
     free = f", and {HEADROOM:.0%} of it stay free"
-    where, needed, has = ("on each device", least.peak_bytes, task.hardware.limit_bytes)
+    where = "on each device"
+    needed = least.peak_bytes
+    has = task.hardware.limit_bytes
     if on_host > on_device:
-        where, needed, has = ("of the host for each device", least.host_bytes, task.hardware.host_memory_bytes)
+        where = "of the host for each device"
+        needed = least.host_bytes
+        has = task.hardware.host_memory_bytes
         free = ""
     raise UserError(
         f"no layout of {counted(task.world_size, 'rank')} fits: the smallest needs {needed / GIB:,.1f} GiB {where}, "
@@ -322,7 +327,8 @@ def longest(one: Estimate, room: float | None = None) -> int:
         found = Prediction(workload=workload, strategy=one.strategy, stages=memory_of(workload, one.strategy))
         return found.peak_bytes <= limit and found.host_bytes <= one.hardware.host_memory_bytes
 
-    least, most = 0, 2**17
+    least = 0
+    most = 2**17
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)
@@ -350,7 +356,8 @@ def more_devices(task: Task, best: Estimate) -> MoreDevices | None:
 
     None if none of them is faster, for instance because the global batch does not divide.
     """
-    now, size = task.world_size, task.hardware.node_size
+    now = task.world_size
+    size = task.hardware.node_size
     few = {now + 1, now + 2, (now // size + 1) * size} if now < 8 * size else set()
     for world_size in sorted(few | {2 * now}):
         fitting = search(replace(task, world_size=world_size)).fitting

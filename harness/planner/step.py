@@ -88,14 +88,19 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     both = [a + b for a, b in zip(own, traffic, strict=True)]
     slowest = max(range(len(stages)), key=lambda index: both[index])
     times = strategy.accumulation
-    compute, tensor = times * own[slowest], times * traffic[slowest]
+    compute = times * own[slowest]
+    tensor = times * traffic[slowest]
     left = left_waits(strategy.pp_size, strategy.accumulation, strategy.schedule_name, strategy.chunks)
     bubble = (sum(both) - both[slowest]) * left
-    busy, whole = times * sum(both) / len(both), times * both[slowest] + bubble
+    busy = times * sum(both) / len(both)
+    whole = times * both[slowest] + bubble
     # With more ranks than cores, a waiting stage leaves its core to another stage. So either all cores are busy, or the
     # slowest chain of stages has enough cores.
     used = max(busy, whole / hardware.crowding) / whole
-    compute, tensor, bubble, idle = compute * used, tensor * used, bubble * used, 1 - busy / (whole * used)
+    compute = compute * used
+    tensor = tensor * used
+    bubble = bubble * used
+    idle = 1 - busy / (whole * used)
     held = max(trained_parameters(workload, strategy, stage) for stage in stages)
     experts = max(trained_experts(workload, strategy, stage) for stage in stages)
     tensors = max(sum(count * tensors_of(layer) for layer, count in stage.layers) for stage in stages)
@@ -114,7 +119,8 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 
 def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
     """Return the seconds of a stage's own work on one micro-batch, forward, backward and recomputation."""
-    total, forward_again = Seconds(0.0, 0.0), 0.0
+    total = Seconds(0.0, 0.0)
+    forward_again = 0.0
     for layer, count in stage.layers:
         seconds = layer_seconds(hardware, workload, strategy, layer)
         total = total.plus(Seconds(count * seconds.forward, count * seconds.backward))
@@ -182,7 +188,9 @@ def _data(
     if data_group(hardware, strategy).size == 1:
         return 0.0
     contention = 1.0 if hardware.is_host else CONTENTION
-    width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
+    width = workload.element_bytes
+    times = strategy.accumulation
+    stage = strategy.zero_stage
     window = compute / times * 2 / 3  # gradients become final in the backward of the last micro-batch
     if strategy.chunks > 1:  # in one chunk after the other
         window *= min(times, strategy.pp_size)
@@ -218,7 +226,9 @@ def _zero_3(
     `AllGatherCoalescedHandle`). Gradients are not hidden: they travel in the same queue as the parameters for which the
     next layer waits (zero/stage3.py, `__avg_scatter_grads`).
     """
-    width, times, layers = workload.element_bytes, strategy.accumulation, len(workload.shape.layers)
+    width = workload.element_bytes
+    times = strategy.accumulation
+    layers = len(workload.shape.layers)
     gather = _half_rings(hardware, strategy, held, experts, width, layers)
     reduce = _half_rings(hardware, strategy, held, experts, _reduced_bytes(workload, strategy), layers)
     ends = 2 * gather + reduce  # of the first and the last layer
@@ -226,14 +236,16 @@ def _zero_3(
     if workload.habits.zero_stage is None and not hardware.is_host:
         gather += 2 * held / layers * width / hardware.memory_bytes_per_second
         copied = _copied(hardware, workload, strategy, held * width)
-    forwards, backwards = times, times * (2 if strategy.recompute == "full" and held / layers > GATHERED else 1)
+    forwards = times
+    backwards = times * (2 if strategy.recompute == "full" and held / layers > GATHERED else 1)
     if strategy.gathers_once and held <= GATHERED:  # parameters stay gathered through the step
         forwards, backwards = 1, 0
     forward = compute / (4 if strategy.recompute == "full" else 3)
     moved = layers * gather * forwards, layers * gather * backwards
     reduced = layers * reduce * times
     if workload.habits.overlap_data:
-        moved, reduced = (moved[0], moved[1] + reduced), 0.0
+        moved = (moved[0], moved[1] + reduced)
+        reduced = 0.0
     contention = 1.0 if hardware.is_host else CONTENTION
     shown = (
         max(0.0, sent - behind) + contention * min(sent, behind)

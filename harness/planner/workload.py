@@ -340,7 +340,8 @@ def _stage(shape: DecoderShape, boundaries: list[int], own: list[int]) -> Stage:
     """Return the stage with the chunks `own`; pipeline layer 0 is the prologue, the last one the epilogue."""
     inside: list[LayerShape] = []
     for chunk in own:
-        start, stop = boundaries[chunk], boundaries[chunk + 1]
+        start = boundaries[chunk]
+        stop = boundaries[chunk + 1]
         inside = [*inside, *shape.layers[max(0, start - 1) : min(stop - 1, len(shape.layers))]]
     return Stage(
         layers=tuple(Counter(inside).items()),

@@ -57,13 +57,15 @@ class PreferenceData:
     def script_datasets(self, script: ScriptArguments, request: DataRequest) -> Datasets:
         """Prepare the data of scripts/train.py's files; all ranks call it. UserError for files that cannot be used."""
         tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
-        args, say = request.args, Speaker.of(request.console)
+        args = request.args
+        say = Speaker.of(request.console)
         prepare = self._preparing(tokenizer, request)
 
         def build() -> tuple[MapDataset | None, MapDataset | None]:
             holds_out = script.validation_file is None and script.holds_out(evaluates=args.evaluates or args.do_eval)
             groups = groups_of(script.train_file) if args.trains or holds_out else []
-            weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
+            weights = [g.weight for g in groups if g.weight is not None]
+            names = [g.paths[0] for g in groups]
             found = [] if script.streaming else [read_items(group.paths, self.of, say) for group in groups]
             held_out: list[Dataset] = []
             if script.validation_file is not None:
@@ -140,7 +142,8 @@ class PreferenceData:
             )
         if tokenizer is None or request.source is None:
             raise UserError(NEEDS_TOKENIZER)
-        form, how = SampleForm.of(known(tokenizer), request.source, request.args), _preparation(request)
+        form = SampleForm.of(known(tokenizer), request.source, request.args)
+        how = _preparation(request)
         return once_per_host(
             lambda: self._samples(items_of(data, name, self.of), known(tokenizer), form, 1, how),
             env=request.env,
@@ -171,7 +174,8 @@ class PreferenceData:
             labels = torch.where(sample["answers"], sample["labels"], IGNORED)
             for row, kind in enumerate(kinds):
                 used = int((sample["labels"][row] != IGNORED).sum())
-                ids, learnt = sample["input_ids"][row, :used].tolist(), labels[row, :used].tolist()
+                ids = sample["input_ids"][row, :used].tolist()
+                learnt = labels[row, :used].tolist()
                 yield f"{kind}: {marked(ids, learnt, as_text)}"
 
     def sample_prompts(
@@ -204,10 +208,12 @@ class PreferenceData:
 
     def _preparing(self, tokenizer: Tokenizer, request: DataRequest) -> Callable[[Dataset], Source]:
         """Return the function that turns items into samples. UserError if the run's settings do not fit."""
-        source, resolved = request.source, request.config.resolved
+        source = request.source
+        resolved = request.config.resolved
         assert source is not None  # `plan_run` refuses an objective for a list of layers
         require_cut(source, resolved.tp_size, resolved.ep_size)
-        form, micro_batch = SampleForm.of(tokenizer, source, request.args), resolved.micro_batch
+        form = SampleForm.of(tokenizer, source, request.args)
+        micro_batch = resolved.micro_batch
         require_exchange(self.of, micro_batch)
         how = _preparation(request)
         return lambda found: cast("Source", self._samples(found, tokenizer, form, micro_batch, how))

@@ -74,7 +74,8 @@ def items_of(dataset: MapDataset, name: str, of: PreferenceArguments) -> Dataset
 def _features() -> Features:
     from datasets import Features, Value
 
-    text, flag = Value("large_string"), Value("bool")
+    text = Value("large_string")
+    flag = Value("bool")
     return Features(
         {"first": text, "second": text, "place": text, "second_place": text, "desirable": flag, "later": flag}
     )
@@ -164,12 +165,14 @@ def _neighbour(index: int, count: int, group: int) -> int:
 
 def exchanged(first: str, other: str, place: str) -> str:
     """Return a document with the prompt of `first` and the completion of `other`, documents as JSON."""
-    own, theirs = json.loads(first), json.loads(other)
+    own = json.loads(first)
+    theirs = json.loads(other)
     if ("messages" in own) != ("messages" in theirs):
         raise UserError(f"{place}: some prompts are texts and others are messages: give all in one form")
     if "messages" not in own:
         return json.dumps({"prompt": own["prompt"], "completion": theirs["completion"]}, ensure_ascii=False)
-    begin, of_other = own["answers_from"], theirs["answers_from"]
+    begin = own["answers_from"]
+    of_other = theirs["answers_from"]
     messages = [*own["messages"][:begin], *theirs["messages"][of_other:]]
     unlearnt = [index - of_other + begin for index in theirs.get("unlearnt", ()) if index >= of_other]
     kept = {name: own[name] for name in own if name not in ("messages", "unlearnt")}

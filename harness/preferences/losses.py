@@ -87,7 +87,8 @@ class PreferenceLoss(Loss):
         if self.causal.context.size > 1:
             wanted, answers = (self.causal.context.own(each) for each in (wanted, answers))
         if tile is not None:
-            wanted, answers = wanted[:, slice(*tile)], answers[:, slice(*tile)]
+            wanted = wanted[:, slice(*tile)]
+            answers = answers[:, slice(*tile)]
         size = self.causal.vocab_size if self.causal.group is not None else logits.shape[-1]
         numbers = token_numbers(logits, wanted, self.causal.group, size)
         log_probs = -vocab_parallel_cross_entropy(logits, wanted, self.causal.group, size)

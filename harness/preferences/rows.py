@@ -22,7 +22,8 @@ Said: TypeAlias = "str | list[object]"
 _QUESTIONS = ("question", "instruction", "input")
 _CHATS = ("messages", "conversations")
 _PROMPTS = ("prompt", *_QUESTIONS, *_CHATS)
-_CHOSEN, _REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
+_CHOSEN = ("chosen", "chosen_response")
+_REJECTED = ("rejected", "rejected_response")
 _LABELS: Mapping[object, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
 
@@ -83,7 +84,8 @@ def labelled(row: Mapping[str, object], location: str) -> Iterator[Answer]:
     else:
         said = _said(_of_column(row, ("completion",), location)[1], f"{location}: `completion`")
         if isinstance(said, list) and (prompt is None or (isinstance(prompt, str) and _role(said[0]) != ASSISTANT)):
-            prompt, said = said[:-1], said[-1:]
+            prompt = said[:-1]
+            said = said[-1:]
     if prompt is None:
         raise UserError(f"{location} has no `prompt` (it has: {_names(row)}): give one, or completions as messages")
     _require_said(prompt, location)

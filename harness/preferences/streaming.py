@@ -56,12 +56,14 @@ class PairSamples(SampleMaker):
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
         """Yield the samples from a position on."""
-        sample, unused = origin.sample, 0
+        sample = origin.sample
+        unused = 0
         for _, item, following, _ in neighbours(rows, origin):
             places = (("first", "place"), ("second", "second_place"))
             first, second = (self._encode(item[text], item[place]).cut(self._size) for text, place in places)
             if first is not None and second is not None and compared(first, second):
-                sample, unused = sample + 1, 0
+                sample += 1
+                unused = 0
                 yield as_sample(first, second, self._size, self._pad), StreamPosition(sample, *following)
                 continue
             unused += 1

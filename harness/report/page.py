@@ -67,14 +67,17 @@ def step_facts(run: RunFiles, predicted: Estimate | None) -> list[Fact]:
     """Return the key figures of the profiled steps: their time and their bubble, each beside its prediction."""
     if not run.profiles:
         return []
-    found, facts = summary(run.profiles), []
+    found = summary(run.profiles)
+    facts = []
     seconds = found["step_seconds"]
     facts.append(Fact(f"{seconds * 1e3:,.1f} ms", "a profiled step", f"median of {len(run.profiles)}"))
     if predicted is not None:
         facts.append(Fact(f"{predicted.seconds.total * 1e3:,.1f} ms", "a step, predicted", predicted.hardware.name))
     if found["bubble"] is not None:
         shares = found["bubble"]
-        p, m, schedule = run.profiles[-1].pp_size, found["micro_batches"], run.profiles[-1].schedule
+        p = run.profiles[-1].pp_size
+        m = found["micro_batches"]
+        schedule = run.profiles[-1].schedule
         v = run.profiles[-1].chunks_per_stage
         of_chunks = f" of {v} chunks" if v > 1 else ""
         how = (

@@ -65,7 +65,8 @@ def _bars(chart: BarChart, pyplot: ModuleType) -> Figure:
     shown = [bars for bars in chart.bars if not bars.is_hidden]
     widest = max(a + b for bars in shown for a, b in zip(bars.starts, bars.lengths, strict=True))
     for bars in shown:
-        at, color = [place[row] for row in bars.rows], OPAQUE.get(bars.color, bars.color)
+        at = [place[row] for row in bars.rows]
+        color = OPAQUE.get(bars.color, bars.color)
         if chart.is_upright:
             axes.bar(at, bars.lengths, bottom=bars.starts, color=color, label=bars.name, width=0.8)
         else:

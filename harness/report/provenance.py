@@ -30,7 +30,8 @@ def provenance(run: Run, hosts: Sequence[str]) -> JsonObject:
     That is its command, date, git state, the host of each rank, data, tokenizer, and the certificate of
     `ds-harness verify`.
     """
-    tokenizer, part = run.data.tokenizer, run.spec.parts.data
+    tokenizer = run.data.tokenizer
+    part = run.spec.parts.data
     files, composition = (
         ({}, {}) if part is None else (part.data_files(run.spec.inputs.flags), part.composition(run.data.train))
     )

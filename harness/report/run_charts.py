@@ -37,7 +37,8 @@ SHOWN = {
 MOST_RANKS = 64  # in the chart of a step; more rows could not be told apart
 TITLES = {"wait": "waits for another stage", "step": "optimizer step", "data": "reads data"}
 OF_PASSES = ("forward", "recompute", "backward")
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 
 def curves(runs: Sequence[RunFiles]) -> list[LineChart]:
@@ -266,14 +267,17 @@ def _round(profile: StepProfile, span: Span) -> int:
 def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple[str, Span]]]) -> Iterator[Bars]:
     """Yield the bars of each kind of work; computing has one for each index of `_round`, in darker colours."""
     seconds = seconds_by_kind([profile])
-    whole, stages, several = sum(seconds.values()), profile.pp_size, profile.chunks_per_stage > 1
+    whole = sum(seconds.values())
+    stages = profile.pp_size
+    several = profile.chunks_per_stage > 1
     for kind, number in sorted(pieces, key=lambda key: (KINDS.index(key[0]), key[1])):
         if kind not in OF_KIND:
             continue
         own = pieces[kind, number]
         of_kind = sum(span.seconds for at, found in pieces.items() if at[0] == kind for _, span in found)
         share = seconds[kind] / whole * sum(span.seconds for _, span in own) / of_kind
-        name, color = TITLES.get(kind, kind), OF_KIND[kind]
+        name = TITLES.get(kind, kind)
+        color = OF_KIND[kind]
         if several and kind in COMPUTING:
             name = f"{name}, chunks {number * stages}-{(number + 1) * stages - 1}"
             color = darker(color, number)

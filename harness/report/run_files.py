@@ -86,7 +86,8 @@ def read_run(folder: Path, name: str) -> RunFiles:
     """Return the run of a folder. Raises UserError if it holds none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder: give the --output_dir of a run")
-    (about, problem), steps = _read_about(folder / RUN), list(_by_step(folder / METRICS))
+    about, problem = _read_about(folder / RUN)
+    steps = list(_by_step(folder / METRICS))
     if not about and not steps:
         raise UserError(f"{folder} holds no run: it has no {RUN} and no {METRICS} that can be read")
     found = list(read_steps(folder, about.get("run_id")))
@@ -136,7 +137,8 @@ def predict_run(run: RunFiles, hardware: Hardware) -> Estimate | None:
 
     The run itself predicted its memory (`expected_parts`); without that prediction there is none here, either.
     """
-    model, block = run.about.get("model"), _object(run.about.get("arguments")).get("block_size")
+    model = run.about.get("model")
+    block = _object(run.about.get("arguments")).get("block_size")
     block = _object(run.about.get("expected")).get("sequence_length", block)
     if run.about.get("expected", ...) is None:  # adapters, or an optimizer that the planner does not know
         return None
@@ -144,7 +146,8 @@ def predict_run(run: RunFiles, hardware: Hardware) -> Estimate | None:
         return None
     try:
         resolved = resolve(from_values(run.config), AutoValues(world_size=run.layout.get("world_size", 1)))
-        shape, counted = decoder_of(model, run.name), run.about.get("parameters")
+        shape = decoder_of(model, run.name)
+        counted = run.about.get("parameters")
         if isinstance(counted, int) and abs(shape.parameters / max(counted, 1) - 1) > MOST_OFF:
             return None  # the config describes another model to the planner than the one that ran
         boundaries = _boundaries(run, len(shape.layers) + 2, resolved.chunks.count)

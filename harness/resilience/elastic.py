@@ -78,7 +78,8 @@ class Agent(LocalElasticAgent):
         self.store = store
         self.handler = Rendezvous(store, options, name, self._wait_for_others)
         self.heartbeat = Heartbeat(self.store, self.handler.node)
-        devices, known = len(offer.devices), history or History()
+        devices = len(offer.devices)
+        known = history or History()
         self.leader = Leader(devices, options, script, self.store, self._pause, received, known)
         self._leads = False
         self._plan: JsonObject = {}  # what the leader has planned for this host
@@ -128,12 +129,16 @@ class Agent(LocalElasticAgent):
         self._number = self._plan["start"]
         self._signalled = False
         self._finished = False
-        first, total, here = self._plan["first"], self._plan["ranks"], range(len(self._plan["devices"]))
+        first = self._plan["first"]
+        total = self._plan["ranks"]
+        here = range(len(self._plan["devices"]))
         return [Worker(local, first + local, first + local, total, total) for local in here]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks of this host."""
-        plan, options, size = self._plan, self.options, str(len(worker_group.workers))
+        plan = self._plan
+        options = self.options
+        size = str(len(worker_group.workers))
         common = {
             "MASTER_ADDR": plan["address"],
             "MASTER_PORT": str(plan["port"]),
@@ -202,7 +207,8 @@ class Agent(LocalElasticAgent):
         """End the start if an agent is lost; have the ranks save and stop if further hosts make a better layout."""
         positions = read_positions(self.ranks.records)
         self.store.put("step", max((each.step for each in positions.values()), default=0))
-        waiting, nodes = set(self.handler.waiting()), {offer.node for offer in self.leader.team.offers}
+        waiting = set(self.handler.waiting())
+        nodes = {offer.node for offer in self.leader.team.offers}
         silent = set(self.heartbeat.lost([*nodes, *waiting]))
         waiting -= silent
         replaced = nodes - set(self.handler.participants())  # by another launch of the same host
@@ -235,7 +241,9 @@ class Agent(LocalElasticAgent):
         why, _, detail = over.partition(" ")
         if why not in ENDS:
             raise not_of_this_run(f"{self._number}/over")
-        ranks, seen, begun = self.ranks, time.time(), time.monotonic()
+        ranks = self.ranks
+        seen = time.time()
+        begun = time.monotonic()
         while not have_reported(ranks.records, ranks.exits, ranks.count, why, time.monotonic() - begun):
             self._pause(LOOK_S)
         if any(code in BY_SIGNAL for _, code, _ in ranks.exits):
@@ -250,7 +258,8 @@ class Agent(LocalElasticAgent):
             lost = set(detail.split()) if why == "hosts" else set()
             error = detail if why == "fault" else ""
             return self.leader.judge(lost, error, ENDS[why] + ANSWER_S)
-        key, until = f"{self._number}/verdict", time.monotonic() + ENDS[why] + 2 * ANSWER_S
+        key = f"{self._number}/verdict"
+        until = time.monotonic() + ENDS[why] + 2 * ANSWER_S
         while not self.store.check([key]):
             if time.monotonic() > until:
                 return Verdict()  # the leader is lost: the next leader judges this start
@@ -275,10 +284,12 @@ class Agent(LocalElasticAgent):
             self._leave(128 + self._received[0])
         if self.store.check(["end"]):
             raise SystemExit(self.store.take("end", int))
-        holder, history = self.handler.holder, self.leader.history
+        holder = self.handler.holder
+        history = self.leader.history
         if self.handler.node in history.gone:
             raise SystemExit(LOST)  # the others leave this name out: it was stopped, and counted as lost
-        here, waited = self.handler.participants(), time.monotonic() - self._joins_since
+        here = self.handler.participants()
+        waited = time.monotonic() - self._joins_since
         if self.handler.node in here and waited > HOSTS_S:
             least = self.options.nodes[0]
             self.leader.say(f"only {len(here)} of at least {least} hosts joined within {waited / 60:.0f} minutes")
@@ -308,7 +319,8 @@ class Agent(LocalElasticAgent):
                 self._leave(self.store.take("end", int))
             now = time.monotonic()
             if now - checked > HEARTBEAT_S:
-                checked, agents = now, self.handler.participants()
+                checked = now
+                agents = self.handler.participants()
                 lost = self.heartbeat.lost(agents if self._leads else agents[:1])
                 if self._leads and lost:
                     self.leader.leave_out(lost)

@@ -47,7 +47,8 @@ def judge(
         goes_on: reason to start again after ranks saved and stopped (hosts joined or left); "" if none.
     """
     history = replace(history, is_open=False)
-    restarts, lines = len(history.faults), []
+    restarts = len(history.faults)
+    lines = []
     if cause is None:
         return Verdict(code=0, lines=(f"done, after {counted(restarts, 'restart')}",) if restarts else ()), history
     if goes_on and (cause.is_stop or received):

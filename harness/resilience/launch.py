@@ -171,7 +171,8 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         if control.received:
             raise SystemExit(128 + control.received[0])
 
-    history, server = None, None if listener is None else serve(listener)
+    history = None
+    server = None if listener is None else serve(listener)
     reached = endpoint if server is None else (server.host, server.port)
     in_process = HashStore()  # for a host that is alone: no port is opened
     for incarnation in itertools.count(int(time.time())):
@@ -180,7 +181,8 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
             store = run_store(meeting, options.rdzv_id)
             offer = _offer(options, host, endpoint)  # only now: before, the endpoint's name could not be resolved
             name = (offer.address, launched, incarnation)
-            received, serves = control.received, endpoint is None or server is not None
+            received = control.received
+            serves = endpoint is None or server is not None
             agent = Agent(offer, name, options, script, ranks, store, look, received, history, serves=serves)
             if endpoint is not None and server is None:  # a store in this process stays while the network is down
                 break_silent_connections(endpoint[1])

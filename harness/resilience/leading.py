@@ -98,7 +98,8 @@ class Leader:
             return self.publish(Verdict(code=1, lines=(str(error),)), history)
         if (problem := self._problem(team)) is not None:
             return problem
-        number, start = history.start + 1, team.start
+        number = history.start + 1
+        start = team.start
         if number == 0:
             history = replace(history, earlier=self.script.earlier)
         elif start is not None:
@@ -106,7 +107,8 @@ class Leader:
             start = self.script.again(start)
         self.team = team
         self.grows = False
-        several, first = len([offer for offer in team.offers if offer.devices]) > 1, team.offers[0]
+        several = len([offer for offer in team.offers if offer.devices]) > 1
+        first = team.offers[0]
         address = self.options.master_addr or (first.address if several else LOOPBACK)
         plan = {"start": number, "hosts": len(team.offers), "address": address, "port": first.port}
         plan |= {"words": start.words if start else (), "ranks": start.ranks if start else 0}
@@ -171,7 +173,9 @@ class Leader:
         elif received and self._can_spare(lost | leaving):
             names = ", ".join(offer.host for offer in team.offers if offer.node in leaving)
             goes_on = f"going on without {names}, which was told to stop"
-        most, leaves_out, first = self.options.max_restarts, bool(self.options.min_ranks), [*received, 0][0]
+        most = self.options.max_restarts
+        leaves_out = bool(self.options.min_ranks)
+        first = [*received, 0][0]
         verdict, judged = judge(history, cause, most=most, leaves_out=leaves_out, received=first, goes_on=goes_on)
         folder = self.script.output_dir
         if cause is not None and len(judged.faults) > len(history.faults) and folder is not None and folder.is_dir():

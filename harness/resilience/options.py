@@ -173,7 +173,8 @@ def _require(options: Options) -> None:
     if (options.include or options.exclude) and (options.num_nodes or options.num_accelerators):
         raise UserError("--num_nodes and --num_accelerators cannot be combined with --include or --exclude")
     for name in ("max_restarts", "min_ranks", "num_accelerators", "num_nodes", "node_rank"):
-        value, least = getattr(options, name), 0 if name in ("max_restarts", "node_rank") else 1
+        value = getattr(options, name)
+        least = 0 if name in ("max_restarts", "node_rank") else 1
         most = MOST_SLOTS if name == "num_accelerators" else LARGEST
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")

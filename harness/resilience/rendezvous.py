@@ -59,7 +59,8 @@ UNACKNOWLEDGED_S = 30  # a connection to the store is closed if the other side a
 def serve(listener: socket.socket) -> dist.TCPStore:
     """Serve the store of the agents in this process, and return a connection to it."""
     address, port = listener.getsockname()[:2]
-    address, listening = LOOPBACK if address in ("0.0.0.0", "::") else address, listener.detach()
+    address = LOOPBACK if address in ("0.0.0.0", "::") else address
+    listening = listener.detach()
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
 
 
@@ -75,7 +76,9 @@ def connect(endpoint: tuple[str, int], look: Callable[[], None], command: str) -
     Messages begin with `command`.
     Raises SystemExit if nobody serves the store within FIND_S seconds.
     """
-    begun, tried, told = time.monotonic(), -math.inf, False
+    begun = time.monotonic()
+    tried = -math.inf
+    told = False
     found: list[dist.Store] = []
     where = f"{command}: {endpoint[0]}:{endpoint[1]}"
     attempt = threading.Thread()
@@ -99,7 +102,8 @@ def connect(endpoint: tuple[str, int], look: Callable[[], None], command: str) -
             told = True
             print_if_heard(f"{where}: waiting for the store of the run: no answer", sys.stderr)
         if not attempt.is_alive() or now - tried > 3 * TRY_S:
-            tried, attempt = now, threading.Thread(target=try_once, name="connect", daemon=True)
+            tried = now
+            attempt = threading.Thread(target=try_once, name="connect", daemon=True)
             attempt.start()
         attempt.join(0.2)
         if not attempt.is_alive() and not found:
@@ -146,7 +150,8 @@ class Heartbeat:
         others = [node for node in nodes if node != self._node]
         counts = self._store.counts(others) if others else []
         now = time.monotonic()
-        was_paused, self._checked = now - self._checked > PAUSED_S, now
+        was_paused = now - self._checked > PAUSED_S
+        self._checked = now
         for node, count in zip(others, counts, strict=True):
             if was_paused or self._seen.get(node, (b"", 0.0))[0] != count:
                 self._seen[node] = count, now
@@ -199,7 +204,8 @@ class JsonBackend(C10dRendezvousBackend):
             raise not_of_this_run(self._key) from error
         state = _RendezvousState()
         vars(state).update(vars(found), wait_list=set(found.wait_list), redundancy_list=set(found.redundancy_list))
-        state.participants, state.last_heartbeats = dict(found.participants), dict(found.last_heartbeats)
+        state.participants = dict(found.participants)
+        state.last_heartbeats = dict(found.last_heartbeats)
         return pickle.dumps(state)
 
 
@@ -261,7 +267,9 @@ class Rendezvous(DynamicRendezvousHandler):
         self, store: SignedStore, options: Options, name: tuple[str, int, int], tick: Callable[[], None]
     ) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        node, without_limit, run_id = _NodeDesc(*name), timedelta(seconds=JOIN_S), options.rdzv_id
+        node = _NodeDesc(*name)
+        without_limit = timedelta(seconds=JOIN_S)
+        run_id = options.rdzv_id
         settings = RendezvousSettings(run_id, *options.nodes, RendezvousTimeout(join=without_limit), without_limit, 1)
         self.holder = StateHolder(JsonBackend(store, run_id), settings, node, tick)
         self.node = str(node)

@@ -79,13 +79,15 @@ class Script:
         """Raise UserError if there is no such script, module or command; the ranks would find out late."""
         name = self.words[0]
         if command:
-            found, what = shutil.which(name) is not None, "command"
+            found = shutil.which(name) is not None
+            what = "command"
         elif module:
             package = name.partition(".")[0]
             found = package.isidentifier() and PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
             what = "module"
         else:
-            found, what = usable_file(name), "file"
+            found = usable_file(name)
+            what = "file"
         if not found:
             raise UserError(f"{name}: no such {what}")
 

@@ -100,7 +100,9 @@ class Starter:
 
     def _begin(self, index: int) -> None:
         """Start the launch of a host."""
-        options, host, count = self.options, self.hosts[index], len(self.hosts)
+        options = self.options
+        host = self.hosts[index]
+        count = len(self.hosts)
         words = {
             "--nnodes": f"{1 if options.max_restarts else count}:{count}",
             "--rdzv_endpoint": f"{self._endpoint[0]}:{self._endpoint[1]}",
@@ -122,7 +124,8 @@ class Starter:
             numbers = list(self.received[passed:])
             passed += len(numbers)  # not all that have come: another one may come in between
             if time.monotonic() - pinged > PING_S:
-                numbers, pinged = [*numbers, 0], time.monotonic()
+                numbers = [*numbers, 0]
+                pinged = time.monotonic()
             for each in self.launches.values():
                 each.send("".join(f"{number}\n" for number in numbers))
             for index, each in list(self.launches.items()):

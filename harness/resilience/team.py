@@ -71,7 +71,8 @@ def _used(offers: Sequence[Offer], start: Start) -> tuple[Offer, ...]:
     hosts = [Host(name=str(index), slots=len(offer.devices)) for index, offer in enumerate(offers) if offer.devices]
     placed = place(start.layout, hosts) if start.layout else None
     slots = {int(host.name): host.slots for host in placed} if placed else None
-    left, used = start.ranks, []
+    left = start.ranks
+    used = []
     for index, offer in enumerate(offers):
         count = min(left, len(offer.devices) if slots is None else slots.get(index, 0))
         used.append(replace(offer, devices=offer.devices[:count]))

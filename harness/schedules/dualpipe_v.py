@@ -15,7 +15,8 @@ from harness.schedules.schedule import Pass, PipelineSchedule
 
 def dualpipe_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under DualPipeV."""
-    num_stages, count = chunks.num_stages, max(2 * chunks.num_stages, micro_batches)
+    num_stages = chunks.num_stages
+    count = max(2 * chunks.num_stages, micro_batches)
     after = num_stages - stage - 1
     made = Passes(chunks.of_stage(stage))
     # warm-up: forward passes, then the first backward passes of the second chunk

@@ -44,7 +44,8 @@ class Passes:
             if name == "W":
                 self._passes.append(self._deferred.popleft())
                 continue
-            half, kind = int(name[0]), KINDS[name[1:]]
+            half = int(name[0])
+            kind = KINDS[name[1:]]
             counts = self._forwards if kind is Kind.FORWARD else self._backwards
             self._passes.append(Pass(kind, counts[half], self._chunks[half]))
             if kind is Kind.INPUT_GRADIENTS:

@@ -57,7 +57,8 @@ def _in_turns(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Iterat
 
 def waits(chunks: ModelChunks, micro_batches: int) -> int:
     """Return the idle time: as under 1F1B, by chunks; more if groups have fewer micro-batches than stages."""
-    p, missing = chunks.num_stages, max(0, chunks.num_stages - micro_batches)
+    p = chunks.num_stages
+    missing = max(0, chunks.num_stages - micro_batches)
     return 3 * (p - 1) + 3 * (chunks.per_stage - 1) * missing
 
 

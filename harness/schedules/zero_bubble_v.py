@@ -15,7 +15,8 @@ from harness.schedules.schedule import Pass, PipelineSchedule
 
 def zero_bubble_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-V."""
-    num_stages, count = chunks.num_stages, max(2 * chunks.num_stages - 1, micro_batches)
+    num_stages = chunks.num_stages
+    count = max(2 * chunks.num_stages - 1, micro_batches)
     made = Passes(chunks.of_stage(stage))
     # Warm-up. After this many passes the first micro-batch is back at this stage, for its second chunk.
     made.add("0F", 2 * (num_stages - stage) - 1)

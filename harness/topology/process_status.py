@@ -30,7 +30,9 @@ def status_of(process: int) -> ProcessStatus | None:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, started, code = fields[0], int(fields[19]), int(fields[49])
+    state = fields[0]
+    started = int(fields[19])
+    code = int(fields[49])
     if state not in "ZX":
         return ProcessStatus(state, started)
     name = signal.Signals(code & 127).name if code & 127 else ""

@@ -100,7 +100,8 @@ class SignedStore(dist.Store):
         return self._signature(key, text.encode()) + text if text else ""
 
     def _verified(self, key: str, value: bytes) -> bytes:
-        found, text = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]
+        found = value[:SIGNATURE_BYTES]
+        text = value[SIGNATURE_BYTES:]
         if value and not hmac.compare_digest(found, self._signature(key, text).encode()):
             raise not_of_this_run(self._prefix + key)
         try:

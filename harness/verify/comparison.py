@@ -166,7 +166,8 @@ def _run_whole(config: PretrainedConfig, seed: int, device: torch.device) -> Unc
     """Run the tiny copy whole; a second run, with weights changed by rounding errors, gives the tolerance."""
     model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
     ids = tiny_ids(model, seed).to(device)
-    whole, generator = _run(model, ids), torch.Generator().manual_seed(1)
+    whole = _run(model, ids)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in moved.parameters():
             sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
@@ -255,7 +256,8 @@ def _own_logits(whole: Tensor, stage: CausalModel, tensor: TensorParallel) -> Te
 
 def _gradient_differences(modules: list[nn.Module], whole: UncutModel, times: int) -> list[tuple[str, float] | None]:
     """Compare all gradients; `times`: the number of ranks that send the same tokens to this rank's experts."""
-    model, expected = whole.model, whole.numbers.gradients
+    model = whole.model
+    expected = whole.numbers.gradients
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     own: dict[str, Tensor] = {}

@@ -37,7 +37,9 @@ def verify_plan(causal: CausalModel, spec: EngineSpec, groups: Groups, console: 
 
     All ranks call it, after the model has been cut without an error.
     """
-    source, requested, tensor = causal.source, spec.args.verify_plan, groups.layout.tp_size
+    source = causal.source
+    requested = spec.args.verify_plan
+    tensor = groups.layout.tp_size
     known = not (causal.unequal or causal.shares_sequence or causal.apart.is_any) and is_tested(
         source.config, tensor > 1, experts=groups.ep_group is not None
     )
@@ -63,7 +65,8 @@ def verify_plan(causal: CausalModel, spec: EngineSpec, groups: Groups, console: 
 
 
 def _refusal(causal: CausalModel, spec: EngineSpec, groups: Groups) -> tuple[float, str | None, str | None]:
-    source, tensor = causal.source, TensorParallel.of(groups.tp_group)
+    source = causal.source
+    tensor = TensorParallel.of(groups.tp_group)
     tiny = shrink(source.config, tensor=tensor.size)
     if looks_ahead(tiny, groups.device):
         text = f"model type {source.config.model_type!r}: {NOT_CAUSAL}"

@@ -89,7 +89,8 @@ def _trial(model: PreTrainedModel) -> TokenSplitSupport:
     for index, name in enumerate(outer.layer_names):
         layer = model.get_submodule(name)
         state, inputs = outer.arguments(index, replace(entered, hidden=torch.randn_like(entered.hidden)))
-        trial, kind = _LayerTrial(layer, rows, *split.split(index, inputs, TRIED, rows.length)), kind_of_layer(layer)
+        trial = _LayerTrial(layer, rows, *split.split(index, inputs, TRIED, rows.length))
+        kind = kind_of_layer(layer)
         found = trial.blocks(state, inputs)
         known = gathered.setdefault(kind, frozenset())
         gathered[kind] = None if found is None or known is None else known | found
@@ -122,7 +123,8 @@ def _trial_of_replayed(
     for index, name in enumerate(outer.layer_names):
         layer = model.get_submodule(name)
         hidden, inputs = outer.arguments(index, payload)
-        trial, kind = _LayerTrial(layer, rows, inputs, {}), kind_of_layer(layer)
+        trial = _LayerTrial(layer, rows, inputs, {})
+        kind = kind_of_layer(layer)
         trial.blocks(hidden, inputs)
         alone[kind] = alone.get(kind, trial.alone) & trial.alone
         hidden, inputs = outer.arguments(index, payload)  # again: a layer may change its arguments

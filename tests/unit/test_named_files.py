@@ -18,6 +18,7 @@ from tests.unit.test_docs import DOCS, FLAGS_OF_OTHERS, MADE_UP, ROOT, WRITTEN, 
 
 OF_OTHERS = {"run_clm.py", "integrations/deepspeed.py", "my_script.py", "models/mine"}  # of transformers, of users
 OF_OTHERS |= {"output_dir/README.md"}  # of runs
+OF_OTHERS |= {"tsv_format.py", "test_tsv_format.py"}  # of who adds a format
 OWN = r"(?:harness|scripts|tests|models|ds_configs|examples|docs|\.ci|\.github)/"
 NAMES = (
     r"(?<![\w/.*{<-])((?:\.?[\w-]+/)*\.?[\w-]+\.py)\b",  # of Python, by any end of its path

@@ -37,7 +37,8 @@ class PreferenceArguments(Flags):
     def check(self) -> None:
         """Refuse flags that have no effect, and values outside their range."""
         for item in fields(self):
-            name, kind = item.name, self.preference
+            name = item.name
+            kind = self.preference
             if name not in self.given or name == "preference":
                 continue
             if kind is None:

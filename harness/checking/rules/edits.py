@@ -43,10 +43,12 @@ def section(document: Document, pointer: str) -> Node | None:
 
 def remove(document: Document, pointer: str) -> tuple[Edit, ...]:
     """Return edits that remove a key and its value, with the comma and the line that are no longer needed."""
-    parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
+    parent = section(document, pointer.rsplit("/", 1)[0])
+    found = member(document, pointer)
     if parent is None or found is None or parent.members is None:
         return ()
-    text, position = document.text, parent.members.index(found)
+    text = document.text
+    position = parent.members.index(found)
     if position + 1 < len(parent.members):
         return (Edit(start=found.key_start, end=parent.members[position + 1].key_start, new=""),)
     if position > 0:
@@ -59,7 +61,8 @@ def remove(document: Document, pointer: str) -> tuple[Edit, ...]:
 
 def rename(document: Document, pointer: str, new: str) -> tuple[Edit, ...]:
     """Return edits that rename a key; none if its section has the new name already."""
-    parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
+    parent = section(document, pointer.rsplit("/", 1)[0])
+    found = member(document, pointer)
     if parent is None or found is None or parent.child(new) is not None:
         return ()
     return (Edit(start=found.key_start, end=found.key_end, new=json.dumps(new)),)
@@ -94,7 +97,8 @@ def insert(document: Document, pointer: str, written: str, leaving: Member | Non
     if parent is None:
         if not parent_pointer or parent_pointer.count("/") > 1 or member(document, parent_pointer) is not None:
             return ()
-        entry, parent = f"{json.dumps(parent_pointer[1:])}: {{{entry}}}", document.parsed.root
+        entry = f"{json.dumps(parent_pointer[1:])}: {{{entry}}}"
+        parent = document.parsed.root
     if not parent.members or parent.members == (leaving,):
         return (Edit(start=parent.start + 1, end=parent.start + 1, new=entry),)
     last = parent.members[-1]

@@ -53,7 +53,8 @@ def read(key: Key, value: object, *, pydantic: bool) -> Reading:
             continue
         fault, wanted = _limits(key, converted)
         if not fault and isinstance(value, FOREIGN.get(kind, ())):
-            fault, wanted = "converted", NAMES[kind]
+            fault = "converted"
+            wanted = NAMES[kind]
         return Reading(converted, fault, wanted)
     wanted = " or ".join(NAMES[kind] for kind in types if kind != "null")
     return Reading(value, "choice" if "enum" in key.core and isinstance(value, str) else "type", wanted)

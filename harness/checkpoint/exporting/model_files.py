@@ -95,7 +95,8 @@ def _set_aside(files: Sequence[Path], folder: Path) -> None:
 def _finish(directory: Path, files: Sequence[str], index: JsonObject) -> None:
     """Give the files their final names; the unfinished names stay until the index no longer refers to them."""
     for name in files:
-        source, target = directory / unfinished_name(name), directory / name
+        source = directory / unfinished_name(name)
+        target = directory / name
         target.unlink(missing_ok=True)
         try:
             target.hardlink_to(source)

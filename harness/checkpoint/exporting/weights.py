@@ -63,7 +63,8 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     Returns:
         The whole tensor [full shape] on that rank, the local shard on others. Experts are whole on every rank.
     """
-    shard, local = shard_of(local), local.detach()
+    shard = shard_of(local)
+    local = local.detach()
     if shard is not None and shard.over_data:
         return _gather_experts(local, shard, groups)
     if shard is None or groups.tp_group is None:

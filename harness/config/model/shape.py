@@ -103,7 +103,8 @@ def read_shape(source: str) -> ModelShape:
 
 
 def _window(config: JsonObject) -> int | None:
-    window, positions = whole(config.get("sliding_window")), whole(config.get("max_position_embeddings"))
+    window = whole(config.get("sliding_window"))
+    positions = whole(config.get("max_position_embeddings"))
     if window is None or config.get("use_sliding_window") is False or (positions is not None and positions <= window):
         return None
     return window

@@ -56,15 +56,18 @@ class Document:
 
     def span(self, pointer: str, *, of_value: bool = False) -> tuple[int, int]:
         """Return start and end of a JSON pointer's key, or of its value; of the nearest parent if it is absent."""
-        node, span = self.parsed.root, (self.parsed.root.start, self.parsed.root.start + 1)
+        node = self.parsed.root
+        span = (self.parsed.root.start, self.parsed.root.start + 1)
         for step in pointer.split("/")[1:]:
             found = node.child(step.replace("~1", "/").replace("~0", "~"))
             if found is None:
                 break
             if isinstance(found, Node):
-                node, span = found, (found.start, found.end)
+                node = found
+                span = (found.start, found.end)
             else:
-                node, span = found.node, (found.key_start, found.key_end)
+                node = found.node
+                span = (found.key_start, found.key_end)
                 if of_value and not node.members:
                     span = (node.start, node.end)
         return span

@@ -208,7 +208,10 @@ class _Reader:
 
     def string(self, start: int) -> tuple[str, int]:
         """Return a quoted string and the offset behind its closing quote."""
-        text, quote, at, parts = self.text, self.text[start], start + 1, []
+        text = self.text
+        quote = self.text[start]
+        at = start + 1
+        parts = []
         if quote == "'":
             self.note("quotes", start, start + 1)
         while True:
@@ -331,13 +334,18 @@ def _missing_closer(text: str, failed: int) -> _Missing | None:
     any: what an object holds is indented more than the line that opens it, and its end is not indented less.
     """
     opened: list[_Open] = []
-    line, line_start, indent = 1, 0, len(text) - len(text.lstrip(" \t"))
+    line = 1
+    line_start = 0
+    indent = len(text) - len(text.lstrip(" \t"))
     for token in _TOKEN.finditer(text):
-        word, at = token[0], token.start()
+        word = token[0]
+        at = token.start()
         if at > failed:
             return None
         if word[0] == "\n":
-            line, line_start, indent = line + 1, at + 1, len(word) - 1
+            line += 1
+            line_start = at + 1
+            indent = len(word) - 1
             head = text[token.end() : token.end() + 1]
             if head and head not in "\r\n}]#/":
                 if opened and opened[-1].is_indented is None:

@@ -130,8 +130,11 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
         set_fingerprint(table, fingerprint(*(value for row in made for value in row.values())))
         return table
 
-    plain, count, total = dataset.with_format(None), len(dataset), dataset.data.nbytes
-    prepared, stored = prepared_folder(None), sorted({Path(each["filename"]) for each in dataset.cache_files})
+    plain = dataset.with_format(None)
+    count = len(dataset)
+    total = dataset.data.nbytes
+    prepared = prepared_folder(None)
+    stored = sorted({Path(each["filename"]) for each in dataset.cache_files})
     in_shard = max(
         count * shard_bytes(total) // max(total, 1), 1
     )  # rows; the same on every host, so shards can be shared

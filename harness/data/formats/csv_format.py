@@ -21,7 +21,8 @@ class CsvFormat(RowFormat):
         """Yield a row for each record below the header."""
         csv.field_size_limit(sys.maxsize)
         with Path(extent.file).open(encoding="utf-8-sig", newline="") as stream:
-            records, read = csv.DictReader(stream, strict=True), 0
+            records = csv.DictReader(stream, strict=True)
+            read = 0
             try:
                 require_distinct(records.fieldnames or (), extent.file)
                 if records.fieldnames:  # the header is read

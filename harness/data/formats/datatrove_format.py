@@ -17,7 +17,8 @@ class DatatroveFormat(TokenFormat):
 
     def open(self, path: Path, vocabulary: int) -> TokenFile:
         """Map a file; without .metadata and .index as nanotron does: 2 bytes a token up to 65,536 ids, else 4."""
-        metadata, index = Path(f"{path}.metadata"), Path(f"{path}.index")
+        metadata = Path(f"{path}.metadata")
+        index = Path(f"{path}.index")
         ends = np.fromfile(index, np.uint64).astype(np.int64) if index.is_file() else np.empty(0, np.int64)
         # Bytes of a token: from .metadata if present, else from file size and last document's end, else a guess.
         size = 2 if vocabulary <= 2**16 else 4

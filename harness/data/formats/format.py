@@ -97,7 +97,8 @@ class RowFormat(Format):
         found = self.first_row(file)
         if found is None:
             return None
-        location, row = found[0], _object(*found)
+        location = found[0]
+        row = _object(*found)
         kind = kind_of_row(row, location)
         document(row, kind, location)
         return kind

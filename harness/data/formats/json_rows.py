@@ -65,7 +65,9 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
 
 def _beginnings(file: Path, errors: str) -> Iterator[tuple[str, bool]]:
     """Yield longer and longer beginnings of a file's text, each with whether it is the whole text."""
-    decoder, text, size = getincrementaldecoder("utf-8-sig")(errors), "", _READ_AT_FIRST
+    decoder = getincrementaldecoder("utf-8-sig")(errors)
+    text = ""
+    size = _READ_AT_FIRST
     with file.open("rb") as stream:
         is_all = False
         while not is_all:
@@ -124,7 +126,8 @@ def _elements(file: Path, text: str, at: int) -> Iterator[tuple[str, object]]:
     at = _behind_space(text, at)
     more = text[at : at + 1] != "]"
     while more:
-        line, counted = line + text.count("\n", counted, at), at
+        line += text.count("\n", counted, at)
+        counted = at
         try:
             row, end = _DECODER.raw_decode(text, at)
         except json.JSONDecodeError:  # a ValueError too, which `_json_errors` words better

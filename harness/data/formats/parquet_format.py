@@ -59,7 +59,8 @@ class ParquetFormat(RowFormat):
         return self._rows(extent, names)
 
     def _rows(self, extent: Extent, columns: Sequence[str]) -> Iterator[Row]:
-        file, number = Path(extent.file), extent.before
+        file = Path(extent.file)
+        number = extent.before
         with _opened(file, "is damaged") as table:
             groups = list(range(extent.start, extent.stop))
             batches = iter(table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=list(columns)))

@@ -26,7 +26,8 @@ class TxtFormat(Format):
 
     def extents(self, file: Path, size: int) -> Iterator[Extent]:
         """Cut a file, perhaps empty, into extents of whole pieces, as pieces are numbered by their position."""
-        total, step = file.stat().st_size, -(-size // PIECE_CHARACTERS) * PIECE_CHARACTERS
+        total = file.stat().st_size
+        step = -(-size // PIECE_CHARACTERS) * PIECE_CHARACTERS
         for start in range(0, max(total, 1), step):
             stop = min(start + step, total)
             yield Extent(str(file), start, stop, 0, stop - start)

@@ -82,7 +82,8 @@ class SampleForm:
         check_vocabulary(tokenizer, vocabulary)
         if args.packing:  # a model that cannot keep documents apart is refused before anything is tokenised
             _require_documents_apart(with_attention(source.config, args.attn_implementation))
-        longest, block_size = position_limit(source.config), args.block_size
+        longest = position_limit(source.config)
+        block_size = args.block_size
         if block_size is None:
             block_size = min(BLOCK_SIZE, longest or BLOCK_SIZE)
         elif longest is not None and block_size > longest:
@@ -117,7 +118,8 @@ def script_datasets(script: ScriptArguments, request: DataRequest) -> Datasets:
     def build() -> Pair:
         holds_out = script.validation_file is None and script.holds_out(evaluates=args.evaluates or args.do_eval)
         groups = source_groups(script.train_file) if args.trains or holds_out else []
-        weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
+        weights = [g.weight for g in groups if g.weight is not None]
+        names = [g.paths[0] for g in groups]
         held_out: list[Documents] = []
         of_held: list[str] = []  # names of the sources of `held_out`
         documents = [] if script.streaming else [_read(group, say) for group in groups]
@@ -126,8 +128,10 @@ def script_datasets(script: ScriptArguments, request: DataRequest) -> Datasets:
         elif holds_out:
             # Token files may have no index of documents to hold out; the preflight refuses sources of tokens alone.
             named = [pair for pair in zip(names, documents, strict=True) if not isinstance(pair[1], list)]
-            split, of_held = [hold_out(each, script.held_out) for _, each in named], [name for name, _ in named]
-            documents, held_out = [kept for kept, _ in split], [held for _, held in split]
+            split = [hold_out(each, script.held_out) for _, each in named]
+            of_held = [name for name, _ in named]
+            documents = [kept for kept, _ in split]
+            held_out = [held for _, held in split]
         evaluation = joined([lay_out(each) for each in held_out], names=of_held) if held_out else None
         if not args.trains:
             return None, evaluation
@@ -275,7 +279,9 @@ def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) ->
 
 def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None]) -> Callable[[Documents], Source]:
     """Return the function that turns documents or token files into samples."""
-    size, packing, how = form.block_size, form.packing, Preparation(say=say)
+    size = form.block_size
+    packing = form.packing
+    how = Preparation(say=say)
 
     def lay_out(documents: Documents) -> Source:
         if isinstance(documents, list):

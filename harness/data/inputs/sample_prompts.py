@@ -54,7 +54,8 @@ def sample_prompts(args: TrainingArguments, data: Datasets, source: ModelSource,
         raise UserError("--sample_prompts needs a tokenizer: give processing_class")
     if data.evaluation is None:
         raise UserError("--sample_prompts needs evaluations: set --eval_steps, or give evaluation data")
-    tokenizer, file = known(data.tokenizer), str(args.sample_prompts)
+    tokenizer = known(data.tokenizer)
+    file = str(args.sample_prompts)
     prompts = read_prompts(Path(file))
     ids = ids_of(tokenizer, prompts, file)
     limit = position_limit(source.config)

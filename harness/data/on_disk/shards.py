@@ -195,7 +195,8 @@ def batches(lengths: npt.NDArray[np.integer], first: int, stop: int) -> Iterator
 
     Between batches the progress of the shard is reported.
     """
-    advance, total = _ADVANCE.get(None), max(int(lengths[first:stop].sum(dtype=np.int64)), 1)
+    advance = _ADVANCE.get(None)
+    total = max(int(lengths[first:stop].sum(dtype=np.int64)), 1)
     while first < stop:
         ends = np.cumsum(lengths[first : min(first + _ROWS_AT_ONCE, stop)], dtype=np.int64)
         rows = max(int(np.searchsorted(ends, _BYTES_AT_ONCE, side="right")), 1)

@@ -60,10 +60,12 @@ def from_alpaca(row: Mapping[str, object], location: str) -> list[dict[str, obje
 
     Raises UserError if `history` is not a list of pairs [instruction, answer].
     """
-    asked, given = row["instruction"], row.get("input")
+    asked = row["instruction"]
+    given = row.get("input")
     if isinstance(asked, str) and isinstance(given, str) and given.strip():
         asked = f"{asked}\n\n{given}"
-    system, turns = row.get("system"), row.get("history") or []
+    system = row.get("system")
+    turns = row.get("history") or []
     messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise UserError(f"{location}: `history` is {type(turns).__name__}, not a list of [instruction, answer]")
@@ -217,7 +219,8 @@ def _with_system(messages: object, row: Mapping[str, object], location: str) -> 
 
 
 def _completion(row: Mapping[str, object], location: str) -> JsonObject:
-    prompt, completion = row["prompt"], row["completion"]
+    prompt = row["prompt"]
+    completion = row["completion"]
     if isinstance(prompt, str):
         checked_text(completion, f"{location}: `completion`")
         if _is_there(row.get("system")):

@@ -85,7 +85,8 @@ class IterableRows(Rows):
     def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
         """Yield the rows of all passes; a section is a pass. UserError if a pass is empty."""
         for number in itertools.count(section):
-            row, item = mark.get("row", 0), mark.get("item", 0)
+            row = mark.get("row", 0)
+            item = mark.get("item", 0)
             for found in self._pass(number, mark):
                 item += 1
                 for each in self.samples_of(found, item):

@@ -35,7 +35,10 @@ class TextBlocks(SampleMaker):
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
         """Yield the blocks from a position on: `input_ids` and, if packed, `position_ids`, int64 [block_size]."""
-        sample, rest, starts, size = origin.sample, origin.rest, origin.starts, self._size
+        sample = origin.sample
+        rest = origin.rest
+        starts = origin.starts
+        size = self._size
         for before, document, following, after in neighbours(rows, origin):
             part = int(document["part"])
             continued = str(after["text"]) if after.get("part", 0) != 0 else None
@@ -45,8 +48,10 @@ class TextBlocks(SampleMaker):
                 starts = np.append(starts, len(rest))
             rest = np.concatenate([rest, ids.astype(np.int64)])
             while len(rest) >= size:
-                block, rest = rest[:size], rest[size:]
-                inside, starts = starts[starts < size], starts[starts >= size] - size
+                block = rest[:size]
+                rest = rest[size:]
+                inside = starts[starts < size]
+                starts = starts[starts >= size] - size
                 sample += 1
                 made = {"input_ids": torch.from_numpy(block)}
                 if self._packing:
@@ -66,7 +71,8 @@ class ConversationSamples(SampleMaker):
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
         """Yield the samples from a position on; padded ones have an `attention_mask`, packed ones `position_ids`."""
-        usable, sample = self._usable(rows, origin), origin.sample
+        usable = self._usable(rows, origin)
+        sample = origin.sample
         if not self._packing:
             for encoded, following in usable:
                 sample += 1

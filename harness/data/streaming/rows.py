@@ -37,7 +37,8 @@ class FileRows(Rows):
         count = len(self.files)
         mark = mark if section < count else {}
         for number in itertools.chain(range(section % count, count), itertools.cycle(range(count))):
-            path, row = self.files[number], mark.get("row", 0)
+            path = self.files[number]
+            row = mark.get("row", 0)
             form = format_of(path)
             try:
                 for extent in form.in_order(path, mark.get("start", 0), mark.get("before", 0)):

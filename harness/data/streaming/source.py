@@ -91,7 +91,8 @@ def neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, t
     The very first row has None before it. If a file has become shorter and the position is past its end, the rows
     continue with the next section.
     """
-    before, first = None, origin.mark.get("row", 0)
+    before = None
+    first = origin.mark.get("row", 0)
     progress = PreparationProgress(max(origin.row - first, 1), "passing over rows", rows.say)
     is_there, last = False, first - 1  # whether the position is reached; if row numbers fall, a section has begun
     for (section, row, found), (*following, after) in itertools.pairwise(rows.since(origin.section, origin.mark)):

@@ -39,7 +39,8 @@ def probabilities_less_label(logits, out, log_sums, labels, scales, label_scales
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
     x = tl.load(logits + row * width + column, mask=inside).to(tl.float32)
-    log_sum, label = tl.load(log_sums + row), tl.load(labels + row)
+    log_sum = tl.load(log_sums + row)
+    label = tl.load(labels + row)
     value = tl.exp(x - log_sum) * tl.load(scales + row)
     value -= tl.where(column == label, tl.load(label_scales + row), 0.0)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)

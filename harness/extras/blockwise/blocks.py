@@ -54,7 +54,8 @@ class StatePiece:
             return local
         dim, shape = self.shard.dim, self.shard.full_shape
         inner = prod(shape[dim + 1 :])
-        row, rest = local // (self.shard.length * inner), local % (self.shard.length * inner)
+        row = local // (self.shard.length * inner)
+        rest = local % (self.shard.length * inner)
         along = torch.cat([torch.arange(start, stop, device=device) for start, stop, _ in self.shard.spans()])
         return (row * shape[dim] + along[rest // inner]) * inner + rest % inner
 
@@ -108,7 +109,8 @@ def pieces_of(name: str, local: ParameterSlice, least: int) -> Iterator[StatePie
             name=name, place=slice(offset + start, offset + stop), size=size, start=start, shard=shard, is_cut=is_cut
         )
 
-    start, stop = local.start, local.start + local.length
+    start = local.start
+    stop = local.start + local.length
     if start == stop:
         return
     if size < least:

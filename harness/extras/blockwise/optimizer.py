@@ -130,7 +130,9 @@ class BlockwiseOptimizer(Optimizer):
         super().__init__(groups, library.defaults)
         self.pieces: dict[Tensor, list[StatePiece]] = {}
         self.shared: dict[Tensor, SharedBlocks] = {}
-        self._library, self._names, self._least = library, names, library.args.min_8bit_size
+        self._library = library
+        self._names = names
+        self._least = library.args.min_8bit_size
         self._moments = MOMENTS[library.optimizer_name]
         self._device = torch.device("cpu")
 
@@ -186,7 +188,8 @@ class BlockwiseOptimizer(Optimizer):
         over: list[dist.ProcessGroup] = []
         count = 0
         for local in sorted(parameter_slices(updated), key=lambda each: self._names[each.parameter]):
-            name, shard = self._names[local.parameter], shard_of(local.parameter)
+            name = self._names[local.parameter]
+            shard = shard_of(local.parameter)
             if name not in cut:
                 continue
             if shard is not None and (shard.over_data or shard.padding):
@@ -223,7 +226,8 @@ class BlockwiseOptimizer(Optimizer):
         """Update a tensor, which consists of pieces."""
         parameter.data = parameter.data.contiguous()
         assert parameter.grad is not None
-        weights, gradient = parameter.data.view(-1), parameter.grad.reshape(-1)
+        weights = parameter.data.view(-1)
+        gradient = parameter.grad.reshape(-1)
         pieces = self.pieces[parameter]
         states = self.state[parameter]
         if not states.of_pieces:
@@ -232,7 +236,8 @@ class BlockwiseOptimizer(Optimizer):
             self._quantise_loaded(parameter, states)
         changed: list[_Changed] = []
         for piece, state in zip(pieces, states.of_pieces, strict=True):
-            own, change = weights[piece.place], gradient[piece.place]
+            own = weights[piece.place]
+            change = gradient[piece.place]
             if piece.is_cut:
                 changed.append(self._update_cut(piece, own, change, group, state))
             else:
@@ -259,7 +264,8 @@ class BlockwiseOptimizer(Optimizer):
 
         Without a gradient only a state is made.
         """
-        library, tensor = self._library, weights.detach()
+        library = self._library
+        tensor = weights.detach()
         tensor.grad = gradient
         library.args.min_8bit_size = 0 if has_blocks else 2**63
         library.param_groups = [{**group, "params": [tensor]}]
@@ -279,7 +285,8 @@ class BlockwiseOptimizer(Optimizer):
     ) -> _Changed:
         """Update the weights of cut blocks, and return their new states in float32, which are not quantised yet."""
         cells = piece.cells(weights.device)
-        spread, change = cells.spread(weights), cells.spread(gradient)
+        spread = cells.spread(weights)
+        change = cells.spread(gradient)
         kept = {name: cells.spread(value) for name, value in state.items() if name.startswith("state")}
         moments = [
             cells.spread(dequantised(each.kept(kept), each.scales(state), each.of_codes(state))[cells.places])
@@ -311,7 +318,8 @@ class BlockwiseOptimizer(Optimizer):
         for each in changed:
             places = (shared.offsets[each.name] + each.cells.blocks).to(self._device)
             for moment, row, values in zip(self._moments, largest, each.values, strict=True):
-                scales, of_codes = row[places].to(values.device), moment.of_codes(each.state)
+                scales = row[places].to(values.device)
+                of_codes = moment.of_codes(each.state)
                 if loaded:
                     codes = nearest_codes(values, scales, of_codes)
                 else:
@@ -396,11 +404,17 @@ def _made_ademamix(
     return _made(kind, groups, {**options, "betas": (*betas, *DEFAULT_BETAS[len(betas) :])}, names)
 
 
-ADAM_8BIT, PAGED_ADAM_8BIT = partial(_made, "Adam8bit"), partial(_made, "PagedAdam8bit")
-ADAMW_8BIT, PAGED_ADAMW_8BIT = partial(_made, "AdamW8bit"), partial(_made, "PagedAdamW8bit")
-LION_8BIT, PAGED_LION_8BIT = partial(_made, "Lion8bit"), partial(_made, "PagedLion8bit")
-PAGED_ADAMW, PAGED_LION = partial(_made, "PagedAdamW32bit"), partial(_made, "PagedLion32bit")
-RMSPROP, RMSPROP_8BIT = partial(_made, "RMSprop32bit"), partial(_made, "RMSprop8bit")
-ADEMAMIX, ADEMAMIX_8BIT = partial(_made_ademamix, "AdEMAMix"), partial(_made_ademamix, "AdEMAMix8bit")
+ADAM_8BIT = partial(_made, "Adam8bit")
+PAGED_ADAM_8BIT = partial(_made, "PagedAdam8bit")
+ADAMW_8BIT = partial(_made, "AdamW8bit")
+PAGED_ADAMW_8BIT = partial(_made, "PagedAdamW8bit")
+LION_8BIT = partial(_made, "Lion8bit")
+PAGED_LION_8BIT = partial(_made, "PagedLion8bit")
+PAGED_ADAMW = partial(_made, "PagedAdamW32bit")
+PAGED_LION = partial(_made, "PagedLion32bit")
+RMSPROP = partial(_made, "RMSprop32bit")
+RMSPROP_8BIT = partial(_made, "RMSprop8bit")
+ADEMAMIX = partial(_made_ademamix, "AdEMAMix")
+ADEMAMIX_8BIT = partial(_made_ademamix, "AdEMAMix8bit")
 PAGED_ADEMAMIX = partial(_made_ademamix, "PagedAdEMAMix")
 PAGED_ADEMAMIX_8BIT = partial(_made_ademamix, "PagedAdEMAMix8bit")

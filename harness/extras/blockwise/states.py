@@ -155,7 +155,8 @@ def values_to_save(piece: StatePiece, state: OfPiece, moment: Moment) -> Tensor:
     kept = moment.kept(state)
     if kept.dtype != torch.uint8:
         return kept
-    values, scales = moment.of_codes(state).clone(), moment.scales(state)
+    values = moment.of_codes(state).clone()
+    scales = moment.scales(state)
     if values[0] < 0:
         values[0] = -1.0
     if not piece.is_cut:

@@ -70,7 +70,8 @@ def run_at_owners(
         ranges: (first, stop) of the experts of each rank of the group, in rank order and without gaps.
         meanwhile: called while the first tokens travel.
     """
-    pieces, group = neighbours.pieces, neighbours.ranks.group
+    pieces = neighbours.pieces
+    group = neighbours.ranks.group
     assert group is not None
     # One exchange of counts for all pieces, as each makes the host wait for the device.
     routes = Route.of(index.tensor_split(pieces), ranges, neighbours.ranks)
@@ -132,7 +133,8 @@ class Route:
     def of(cls, pieces: Sequence[Tensor], ranges: Sequence[Range], ranks: TensorParallel) -> list[Route]:
         """Return the route of each piece from the experts [tokens, k] of its tokens; all ranks call it."""
         assert ranks.group is not None
-        first, stop = ranges[0][0], ranges[-1][1]
+        first = ranges[0][0]
+        stop = ranges[-1][1]
         widths = [end - start for start, end in ranges]
         experts, counts = [], []
         for piece in pieces:
@@ -178,7 +180,8 @@ class RowExchange:
     def wait(self) -> Tensor:
         """Wait for the last started exchange; return the arrived rows [arrived rows, width]."""
         assert self._wait is not None
-        arrived, self._wait = self._wait(), None
+        arrived = self._wait()
+        self._wait = None
         return arrived
 
 

@@ -51,7 +51,8 @@ class Exporter:
     def write_configs(self, folder: Path) -> None:
         """Write the files that HuggingFace needs besides the weights of a checkpoint; one rank calls it."""
         run = self.run
-        causal, adaptation = run.trainable.causal, run.spec.adaptation
+        causal = run.trainable.causal
+        adaptation = run.spec.adaptation
         if causal is None:
             return
         if adaptation is not None:
@@ -82,7 +83,9 @@ class Exporter:
         Raises UserError for a list of layers, and for a model with adapters.
         """
         run = self.run
-        causal, engine, groups = run.trainable.causal, run.engine, run.groups
+        causal = run.trainable.causal
+        engine = run.engine
+        groups = run.groups
         if causal is None:
             raise UserError(
                 "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
@@ -134,7 +137,9 @@ def _write_model(run: Run, directory: Path) -> None:
             base = directory / BASE
             all_save(partial(base.mkdir, exist_ok=True))
             _write_weights(run, base)
-        name, adaptation, at = run.trainable.saved_name, run.spec.adaptation, str(base.resolve())
+        name = run.trainable.saved_name
+        adaptation = run.spec.adaptation
+        at = str(base.resolve())
         export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
         _on_first_rank(run, lambda: adaptation.write_config(at, directory))
     tokenizer = run.data.tokenizer
@@ -147,7 +152,8 @@ def _write_weights(run: Run, directory: Path) -> None:
     form = causal.form if causal else None
     export_weights(run.module, run.groups, directory, rename=lambda key: plain_name(name(key)), form=form)
     if causal is not None:
-        source, dtype = causal.source, next(run.module.parameters()).dtype
+        source = causal.source
+        dtype = next(run.module.parameters()).dtype
         _on_first_rank(run, lambda: export_config(source, dtype, directory))
 
 

@@ -55,7 +55,8 @@ def rounded(matrices: Sequence[Tensor], largest: Tensor | None, columns: bool) -
 
 def empty(matrices: Sequence[Tensor], columns: bool) -> list[Tensor]:
     """Return tensors for what `rounded` returns, without values."""
-    rows, width = matrices[0].shape[0], sum(matrix.shape[1] for matrix in matrices)
+    rows = matrices[0].shape[0]
+    width = sum(matrix.shape[1] for matrix in matrices)
     shapes = [(rows, width), (width, rows)] if columns else [(rows, width)]
     found = []
     for m, k in shapes:

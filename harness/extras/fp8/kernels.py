@@ -39,7 +39,8 @@ def _try(device: torch.device) -> None:
     matrices = [torch.randn((5, 16), generator=generator).bfloat16().to(device) for _ in range(2)]
     transposed = [matrix.t() for matrix in matrices]
     for given, columns in ((matrices, True), (transposed, False)):
-        wanted, found = e4m3.rounded(given, None, columns), e4m3.empty(given, columns)
+        wanted = e4m3.rounded(given, None, columns)
+        found = e4m3.empty(given, columns)
         write_codes(given, None, found)
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours.view(torch.uint8), theirs.view(torch.uint8), rtol=0, atol=0)
@@ -53,7 +54,8 @@ def _programs() -> ModuleType:
 def write_codes(matrices: Sequence[Tensor], largest: Tensor | None, outputs: Sequence[Tensor]) -> None:
     """Write what `e4m3.rounded` returns to `outputs`, which `e4m3.empty` has made; at most `AT_ONCE` matrices."""
     codes, factors, *of_columns = outputs
-    rows, length = matrices[0].shape[0], codes.shape[1]
+    rows = matrices[0].shape[0]
+    length = codes.shape[1]
     given = factors if largest is None else largest.contiguous()  # factors: a pointer that is not read
     options = {"is_given": largest is not None, "by_hand": codes.device.type == "cpu"}
     if _are_transposed(matrices) and not of_columns:

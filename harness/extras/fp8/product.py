@@ -121,7 +121,8 @@ class Fp8Product:
 
         What computes dA keeps codes alone, so it may be called later.
         """
-        grads, weights = [part.grad for part in parts], [part.weight for part in parts]
+        grads = [part.grad for part in parts]
+        weights = [part.weight for part in parts]
         x = next((part.x for part in parts if part.x is not None), None)
         dtype = weights[0].dtype
         of_x, by_column = None, None
@@ -293,7 +294,8 @@ class _CopyForLayers(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, grad: Tensor | None) -> tuple[Tensor | None, None]:
         layers: _JoinedLayers = ctx.layers
-        parts, layers.parts = layers.parts, []
+        parts = layers.parts
+        layers.parts = []
         for start in range(0, len(parts), AT_ONCE):
             some = parts[start : start + AT_ONCE]
             of_x, of_weights = some[0].product.backward(some, of_input=True)

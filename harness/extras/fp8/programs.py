@@ -139,7 +139,8 @@ def one_row(
         top = tl.max(largest_of_row(c, c_width, tops, block), 0)
     scale, factor = powers(top)
     tl.store(factors + row, factor)
-    out, before = codes + row * length, a_width + b_width
+    out = codes + row * length
+    before = a_width + b_width
     write_row(a, a_width, scale, out, a_width, block, by_hand)
     write_row(b, b_width, scale, out + a_width, b_width, block, by_hand)
     write_row(c, c_width, scale, out + before, length - before, block, by_hand)
@@ -189,13 +190,16 @@ def by_row(
             b, b_stride, rows, b_width, at, a_width, column_codes, column_factors, column_length, tall, wide, by_hand
         )
     elif program < of_columns:
-        at, before = program - of_a - of_b, a_width + b_width
+        at = program - of_a - of_b
+        before = a_width + b_width
         columns_of_one(
             c, c_stride, rows, c_width, at, before, column_codes, column_factors, column_length, tall, wide, by_hand
         )
     else:
         row = (program - of_columns).to(tl.int64)
-        a_row, b_row, c_row = a + row * a_stride, b + row * b_stride, c + row * c_stride
+        a_row = a + row * a_stride
+        b_row = b + row * b_stride
+        c_row = c + row * c_stride
         one_row(
             a_row,
             b_row,

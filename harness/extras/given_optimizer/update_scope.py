@@ -54,7 +54,8 @@ def scope_of(make: Callable[[list[Tensor]], Optimizer], parameters: Sequence[Ten
         values = [torch.randn(shape, generator=generator) * scale * 4**index for index, shape in enumerate(shapes)]
         return [value.to(device) for value in values]
 
-    start, gradients = drawn(0.1), [drawn(0.1 * 2**step) for step in range(STEPS)]
+    start = drawn(0.1)
+    gradients = [drawn(0.1 * 2**step) for step in range(STEPS)]
     kind = type(make(start)).__name__
     try:
         together, again = (_after(make, start, gradients) for _ in range(2))

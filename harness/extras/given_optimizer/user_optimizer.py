@@ -284,7 +284,8 @@ def _pair(optimizers: object) -> tuple[Optimizer, LRScheduler | None]:
 
 def _require_fresh(optimizer: Optimizer) -> None:
     """Raise UserError for an optimizer with state, hooks, or options that a run cannot use."""
-    kind, problems = _kind(optimizer), []
+    kind = _kind(optimizer)
+    problems = []
     # Adagrad makes its state in the constructor, with 0 steps
     if any(state and state.get("step", 1) for state in optimizer.state.values()):
         problems.append(f"{kind} has made steps before: make a new one; resume_from_checkpoint continues a run")
@@ -310,7 +311,8 @@ def _require_fresh(optimizer: Optimizer) -> None:
 
 def _require_schedule(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """Raise UserError for a scheduler of another optimizer, with steps made, or that reads a metric."""
-    kind, problems = _kind(scheduler), []
+    kind = _kind(scheduler)
+    problems = []
     if getattr(scheduler, "optimizer", None) is not optimizer:
         problems.append(f"{kind} was made for another optimizer: make it for this one")
     if steps := getattr(scheduler, "last_epoch", 0):
@@ -323,7 +325,8 @@ def _require_schedule(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
 def _require_model(optimizer: Optimizer, tensors: Mapping[str, Tensor], missing: Mapping[str, Tensor]) -> None:
     """Raise UserError for parameters of another model, and for trained parameters in no group."""
-    known, problems = {id(tensor) for tensor in tensors.values()}, []
+    known = {id(tensor) for tensor in tensors.values()}
+    problems = []
     for index, group in enumerate(optimizer.param_groups):
         strange = [p for p in group["params"] if id(p) not in known and p.requires_grad]
         if strange:

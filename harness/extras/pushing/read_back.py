@@ -51,7 +51,8 @@ def read_back(store: Store, output_dir: Path, console: Console, name: str | None
 
 def _read(store: Store, name: str, step: int, output_dir: Path) -> str | None:
     """Copy a checkpoint; return what is wrong with it, None if nothing is."""
-    partial, final = output_dir / partial_name(step), output_dir / finished_name(step)
+    partial = output_dir / partial_name(step)
+    final = output_dir / finished_name(step)
     remove([partial])
     try:
         store.get(f"{name}/{MANIFEST}", partial / MANIFEST)

@@ -80,7 +80,8 @@ class Uploads:
     def outcomes(self) -> list[Outcome]:
         """Return what has been done since the last call."""
         with self._changed:
-            done, self._outcomes = self._outcomes, []
+            done = self._outcomes
+            self._outcomes = []
             return done
 
     def _run(self) -> None:
@@ -88,7 +89,9 @@ class Uploads:
             with self._changed:
                 while self._waiting is None:
                     self._changed.wait()
-                upload, self._waiting, self._is_busy = self._waiting, None, True
+                upload = self._waiting
+                self._waiting = None
+                self._is_busy = True
             outcome = self.copied(upload)
             shutil.rmtree(upload.folder, ignore_errors=True)
             with self._changed:

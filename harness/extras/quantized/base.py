@@ -133,7 +133,8 @@ class QuantizedWeights:
         """Replace the weight of a linear layer in a dry run by as many bytes as it has in 4 bits."""
         from harness.extras.quantized.matrix import reserved
 
-        weight, settings = _weight(layer), self.settings
+        weight = _weight(layer)
+        settings = self.settings
         if not _holds_bytes(layer):
             return
         rows, columns = reversed(weight.shape) if _is_transposed(layer) else weight.shape
@@ -145,7 +146,9 @@ class QuantizedWeights:
         """Replace the weight of a linear layer by this rank's part of the quantised `weight`, which is whole."""
         from harness.extras.quantized.matrix import quantise
 
-        matrix, settings, shard = weight.t() if transposed else weight, self.settings, shard_of(_weight(layer))
+        matrix = weight.t() if transposed else weight
+        settings = self.settings
+        shard = shard_of(_weight(layer))
         if not _holds_bytes(layer):
             form, stored = quantise(matrix, settings.kind, double=settings.double)
             values = form.dequantise(stored, weight.dtype)

@@ -86,7 +86,8 @@ def quantise(matrix: Tensor, kind: str, *, double: bool, take: Take | None = Non
     """
     out, inputs = matrix.shape
     packed, state = bnb.quantize_4bit(matrix.contiguous(), blocksize=BLOCK, compress_statistics=double, quant_type=kind)
-    codes, shape = packed.view(-1), (out, inputs)
+    codes = packed.view(-1)
+    shape = (out, inputs)
     places = torch.arange(len(state.absmax), dtype=torch.int32, device=matrix.device)
     block = BLOCK
     if take is not None:

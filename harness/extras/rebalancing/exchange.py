@@ -82,7 +82,9 @@ def _move(
     device: torch.device,
 ) -> None:
     """Move the boxes of one tensor."""
-    rank, operations, received = dist.get_rank(), [], []
+    rank = dist.get_rank()
+    operations = []
+    received = []
     for each in plan:
         if each.source == rank:
             values = _view(have, each.box)

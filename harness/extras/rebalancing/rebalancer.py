@@ -53,7 +53,8 @@ class StageClock:
 
     def take(self) -> dict[int, float]:
         """Return the seconds of computing since the last call, by chunk; waits for the device."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         found: dict[int, float] = {}
         for chunk, start, stop in spans:
             found[chunk] = found.get(chunk, 0.0) + seconds_between(start, stop)
@@ -114,7 +115,8 @@ class Rebalancer:
 
     def after_step(self, record: StepRecord) -> bool:
         """Record the times of a step; every `rebalance_steps` steps, compare them. Return whether layers have moved."""
-        before, computed = self.run.engine, self._clock.take()
+        before = self.run.engine
+        computed = self._clock.take()
         if self._is_warm:
             self._computed.append(computed)
             self._steps.append(record.step_seconds)
@@ -150,7 +152,8 @@ class Rebalancer:
     def _has_gained(self, now: float) -> bool:
         """Report the gain of the last move and return whether there was one; if not, move back and stop."""
         assert self._before is not None
-        (boundaries, before), self._before = self._before, None
+        boundaries, before = self._before
+        self._before = None
         gain = 1 - now / before
         if gain > 0:
             self.run.console.say(f"rebalanced: a step takes {now:.3g} s, {gain:.0%} less than before")
@@ -169,7 +172,8 @@ class Rebalancer:
 
     def _measure(self) -> None:
         """Start measuring the current engine."""
-        engine, self._is_warm = self.run.engine.deepspeed, False
+        engine = self.run.engine.deepspeed
+        self._is_warm = False
         self._clock = clock = StageClock(self.run.groups.device)
         if self._goes_on:
             stage = self.run.groups.coordinate.stage

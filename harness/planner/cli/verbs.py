@@ -103,7 +103,8 @@ def _table(rows: Sequence[Estimate]) -> Iterator[str]:
 
 def _cells(number: int, one: Estimate) -> dict[str, str]:
     """Return the cells of a row by column heading."""
-    row, strategy = one.row(), one.strategy
+    row = one.row()
+    strategy = one.strategy
     tiles = ("loss", strategy.loss_tile), ("ffn", strategy.block_tile), ("mask", strategy.attention_tile)
     recomputes = "yes" if row["activation_checkpointing"] else "no"
     return {
@@ -148,7 +149,8 @@ def _schedule(strategy: Strategy) -> str:
 
 def estimate_lines(one: Estimate) -> Iterator[str]:
     """Yield the lines of the prediction for one config."""
-    strategy, row = one.strategy, one.row()
+    strategy = one.strategy
+    row = one.row()
     limit = row["memory_gib"]["limit"]
     yield (
         f"pipeline {strategy.pp_size} x tensor {strategy.tp_size} x data {strategy.dp_size} on {one.hardware.name}, "

@@ -103,7 +103,8 @@ class Hardware:
         if "tf32" not in self.flops:
             return self
         of_tf32 = {"fp32": self.flops["tf32"]}, {"fp32": self.matmul_efficiency["tf32"]}
-        flops, efficiency = {**self.flops, **of_tf32[0]}, {**self.matmul_efficiency, **of_tf32[1]}
+        flops = {**self.flops, **of_tf32[0]}
+        efficiency = {**self.matmul_efficiency, **of_tf32[1]}
         return replace(self, flops=flops, matmul_efficiency=efficiency)
 
     def own_attention_efficiency(self, head: float) -> float:
@@ -214,7 +215,8 @@ def _read(content: object, path: str) -> Hardware:
     value = partial(_number, content, path)
 
     def link(key: str) -> Link:
-        peak, part = value(key, "gb_per_second") * 1e9, content.get(key) if isinstance(content, Mapping) else None
+        peak = value(key, "gb_per_second") * 1e9
+        part = content.get(key) if isinstance(content, Mapping) else None
         has_exchange = isinstance(part, Mapping) and "exchange_efficiency" in part
         return Link(
             bytes_per_second=peak * value(key, "efficiency"),
@@ -226,7 +228,8 @@ def _read(content: object, path: str) -> Hardware:
     if not isinstance(precisions, Mapping) or any(key not in precisions for key in ("fp32", "bf16")):
         raise UserError(f"{path}: no tflops of fp32 and bf16: write them as the packaged files of `--hardware` do")
     assert isinstance(content, Mapping)
-    measured, own_attention = "crowded" in content, "torch_attention_efficiency" in content
+    measured = "crowded" in content
+    own_attention = "torch_attention_efficiency" in content
     cudnn = "cudnn_attention_efficiency"
     return Hardware(
         name=str(content.get("name", path)),

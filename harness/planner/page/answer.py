@@ -39,7 +39,8 @@ def answer(question: str) -> str:
             numbers as typed; `row`, the name of the chosen row; and `rows`, the number of rows to return (0: all).
     """
     asked = json.loads(question)
-    row, most = asked.pop("row", ""), asked.pop("rows", 0)
+    row = asked.pop("row", "")
+    most = asked.pop("rows", 0)
     try:
         task, note, found = _searched(json.dumps(asked))
         return json.dumps(shown(task, note, found, row, most), default=str)

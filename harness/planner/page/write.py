@@ -59,7 +59,8 @@ def write_page(path: Path, model: str, hardware: str, task: Task, found: Found) 
 def page(model: str, hardware: str, task: Task, found: Found) -> str:
     """Return the page."""
     folder = Path(model)
-    model_name, device_name = folder.resolve().name if folder.exists() else model, Path(hardware).stem.lower()
+    model_name = folder.resolve().name if folder.exists() else model
+    device_name = Path(hardware).stem.lower()
     config = _finite(read_model_config(model))
     content = {
         "models": models() | {model_name: config},

@@ -30,7 +30,8 @@ class Offset:
 
 def offset_to_first() -> Offset:
     """Return how far this process's clock is ahead of rank 0's; all ranks must call it."""
-    rank, found = dist.get_rank(), Offset()
+    rank = dist.get_rank()
+    found = Offset()
     here = all_gather_on_host(host_id(), rank)
     leader = min(here.values)
     leaders = dict.fromkeys(gather_object(leader))

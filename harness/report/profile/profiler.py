@@ -59,7 +59,8 @@ class ProfileCallback(TrainerCallback):
     ) -> None:
         """Start measuring if this step is to be profiled."""
         self._stop()  # the step before may have failed without on_step_end
-        step, run = state.global_step + 1, cast("Run", kwargs["trainer"].run)
+        step = state.global_step + 1
+        run = cast("Run", kwargs["trainer"].run)
         if self._boundaries != run.boundaries:
             self._memory = {}  # layers have moved
             self._boundaries = run.boundaries
@@ -111,7 +112,8 @@ class ProfileCallback(TrainerCallback):
 
     def _write(self, run: Run, new: Sequence[StepProfile], *, is_last: bool) -> None:
         """Write steps; after the 1st, 2nd, 4th, 8th, ... and the last one, also the summary and the trace of all."""
-        folder, count = run.spec.output_dir / FOLDER, len(self._profiles)
+        folder = run.spec.output_dir / FOLDER
+        count = len(self._profiles)
         if not count:
             return
         try:
@@ -141,7 +143,9 @@ class _Measurement:
     """
 
     def __init__(self, run: Run, is_timed: bool, takes_memory: bool) -> None:
-        engine, clock, self.is_timed = run.engine.deepspeed, Clock(run.engine.device), is_timed
+        engine = run.engine.deepspeed
+        clock = Clock(run.engine.device)
+        self.is_timed = is_timed
         self.memory = StepMemory(engine, run.engine.device, run.earlier_peaks) if takes_memory else None
         self._layers = SpanLog(clock)
         self._stack = ExitStack()

@@ -88,7 +88,8 @@ class SpanLog:
         passes no micro-batch numbers, but executes micro-batches in order.
         """
         self._end_inner()
-        now, thing = self.clock.now(), (name, layer) if layer is None else (kind, layer)
+        now = self.clock.now()
+        thing = (name, layer) if layer is None else (kind, layer)
         if self._open:
             self._noted.append((self._open[-1], now))
         number = self._counts[thing] if micro_batch is None else micro_batch

@@ -88,7 +88,8 @@ def present_as(words: Sequence[str]) -> None:
     """
     with suppress(OSError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        begin, room = int(fields[45]), int(fields[46]) - int(fields[45])
+        begin = int(fields[45])
+        room = int(fields[46]) - int(fields[45])
         text = b"".join(os.fsencode(word) + b"\0" for word in words)
         ctypes.memmove(begin, text[: room - 1].ljust(room, b"\0"), room)
 

@@ -182,7 +182,8 @@ class Ranks:
             self._awaited.pop(rank, None)
         if not has_ended or not self._awaited:
             return
-        missing, self._awaited = list(self._awaited.values()), {}
+        missing = list(self._awaited.values())
+        self._awaited = {}
         if (standby.process.poll() or 0) > 0:
             self._start(missing)
         else:
@@ -198,7 +199,8 @@ class Ranks:
 
         Before the ranks have met nobody else does, and other hosts cannot tell a stopped rank from a lost host.
         """
-        now, stopped = time.monotonic(), list(filter(is_stopped, self._processes()))
+        now = time.monotonic()
+        stopped = list(filter(is_stopped, self._processes()))
         if now - self._checked > PAUSED_S:
             self._stopped = {}
             self._checked = now

@@ -97,7 +97,8 @@ class Standby:
 def main() -> None:
     """Import, then fork the ranks of each start. In a rank, return when its script has ended."""
     present_as([TITLE])
-    environment, answers = inherited(), os.dup(1)
+    environment = inherited()
+    answers = os.dup(1)
     with _silence():  # if an import fails, the ranks do it again, and report it
         for module in sys.argv[1:-1]:
             importlib.import_module(module)
@@ -115,7 +116,8 @@ def main() -> None:
 @contextmanager
 def _silence() -> Iterator[None]:
     """Drop what this process prints in this block. Afterwards stdout is stderr: answers alone go to the agent."""
-    errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    errors = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     for target in (1, 2):
         os.dup2(nowhere, target)
     yield
@@ -127,7 +129,9 @@ def _silence() -> Iterator[None]:
 
 def _fork_ranks(request: dict[str, object], environment: dict[str, str], answers: int) -> bool:
     """Fork the ranks of a start. Returns True in a rank, when its script has ended, and False in the caller."""
-    forker, out, agent = os.getpid(), request["out"], request["agent"]
+    forker = os.getpid()
+    out = request["out"]
+    agent = request["agent"]
     assert isinstance(out, int) and isinstance(agent, int) and isinstance(request["ranks"], list)
     for rank, command, own in request["ranks"]:
         if (process := os.fork()) == 0:

@@ -127,9 +127,11 @@ def _dead(statuses: Sequence[RankStatus]) -> Diagnosis | None:
     ends = [each for each in statuses if each.is_gone or each.phase is Phase.FAILED]
     for each in ends if waited > ENDING_S else []:
         if each.still > ENDING_S:
-            how, where = each.ending or "has ended", f"in step {each.step}"
+            how = each.ending or "has ended"
+            where = f"in step {each.step}"
             if each.phase is Phase.FAILED:
-                how, where = "failed", f"{where} (see its log)"
+                how = "failed"
+                where = f"{where} (see its log)"
             return _verdict("Dead", each, f"{each.name} {how} {where}; other ranks still wait for it")
     return None
 

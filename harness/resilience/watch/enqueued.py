@@ -56,7 +56,8 @@ def _counted(begin: Callable[P, R], key: str, counter: Counter[int]) -> Callable
     @wraps(begin)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         given = of_call.bind(*args, **kwargs).arguments
-        other, in_group = given.get(key), given.get(f"group_{key}")
+        other = given.get(key)
+        in_group = given.get(f"group_{key}")
         if other is None and in_group is not None:
             group = given.get("group") or dist.group.WORLD
             assert group is not None
@@ -75,7 +76,9 @@ def enqueued() -> Enqueued:
     found = Enqueued(sent=dict(SENT), received=dict(RECEIVED))
     for group, ranks in list(world.pg_group_ranks.items()):
         with suppress(RuntimeError, KeyError):  # a backend that does not count
-            name, counted = world.pg_names[group], "_get_sequence_number_for_group"  # torch's stubs lack it
+            # torch's stubs lack it
+            name = world.pg_names[group]
+            counted = "_get_sequence_number_for_group"
             found.calls[name] = int(getattr(group, counted)())
             found.members[name] = sorted(ranks)
     return found

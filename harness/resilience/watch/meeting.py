@@ -61,7 +61,8 @@ def _look(met: threading.Event, hang_seconds: float, console: Console) -> None:
     looked = time.monotonic()
     while not met.wait(EVERY_S):
         now = time.monotonic()
-        since, looked = since if now - looked < PAUSED_S else {}, now
+        since = since if now - looked < PAUSED_S else {}
+        looked = now
         ranks = _ranks_here()
         stopped = [process for process in ranks if is_stopped(process)]
         since = {process: since.get(process, now) for process in stopped}

@@ -235,7 +235,8 @@ class Watcher:
             if now - self._io_at >= 1.0:
                 self._io_at = now
                 _, read, _, written, *_ = Path("/proc/self/io").read_text().split()
-                has_grown, self._io = int(read) + int(written) - self._io > IO_BYTES, int(read) + int(written)
+                has_grown = int(read) + int(written) - self._io > IO_BYTES
+                self._io = int(read) + int(written)
         return has_grown
 
     def _verdict(self, now: float) -> Diagnosis | None:
@@ -248,7 +249,8 @@ class Watcher:
         )
         if judge != self.me:
             return None
-        others, is_whole = self.others, True
+        others = self.others
+        is_whole = True
         if others is not None:
             others.show(statuses)
             if (told := others.verdict()) is not None:
@@ -270,14 +272,16 @@ class Watcher:
         """Return the /proc state letter of a rank's process, empty if it is gone, and how it ended."""
         if row == self.me:
             return "R", ""
-        member, status = self.members[row], None
+        member = self.members[row]
+        status = None
         with suppress(OSError):
             status = status_of(member.pid)
         is_same = status is not None and status.started == member.started
         return (status.state, status.ending) if status is not None and is_same else ("", "")
 
     def _status(self, row: int, now: float) -> RankStatus:
-        own, shown = self.members[row]._asdict(), self.board.read(row)._asdict()
+        own = self.members[row]._asdict()
+        shown = self.board.read(row)._asdict()
         state, ending = self._states[row]
         if state == "T":  # a stopped process makes no progress in any phase, so the short limit of a step holds
             shown["limit"] = self.limits.of(Phase.STEP, self._step_seconds or 0.0)
@@ -289,7 +293,8 @@ class Watcher:
     def _end_run(self, verdict: Diagnosis) -> None:
         """End this process; the judging rank also ends the other ranks of its host."""
         signals.say_nothing()
-        path, judges = self.output_dir / f"hang-{verdict.step}.txt", not self.board.verdict
+        path = self.output_dir / f"hang-{verdict.step}.txt"
+        judges = not self.board.verdict
         if judges:
             if self.others is None or self.others.claim(verdict):
                 announce(verdict, self._statuses, path, self.console)
@@ -341,7 +346,9 @@ def watch_run(
         own: dist.Store = shared_store().clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         store = SignedStore(own, f"enqueued/{name}/")
     limits = Limits(hang=args.hang_seconds, longest=SHARE_OF_TIMEOUT * run_timeout().total_seconds())
-    members, me, folder = list(here.values.values()), list(here.values).index(groups.rank), Path(args.output_dir)
+    members = list(here.values.values())
+    me = list(here.values).index(groups.rank)
+    folder = Path(args.output_dir)
     watcher = Watcher(board, members, me, limits, console, folder.absolute(), others, store)
     watcher.start()
     dist.barrier(host_group())  # each rank has written its row before any rank judges by it
@@ -356,7 +363,8 @@ def _view() -> str:
 def _shared_board(ranks: list[int], rank: int) -> tuple[Board, str]:
     """Return the board of this host's ranks, and a name of the run that no other run has."""
     folder = Path(tempfile.mkdtemp(prefix="ds-harness-watch-")) if ranks[0] == rank else None
-    shared, of_run = all_gather_on_host(_view(), folder).values[ranks[0]], broadcast_object(folder)
+    shared = all_gather_on_host(_view(), folder).values[ranks[0]]
+    of_run = broadcast_object(folder)
     assert shared is not None and of_run is not None
     board = Board(shared / "board", len(ranks))
     dist.barrier(host_group())

@@ -130,7 +130,9 @@ def compare_files(run: Path, other: Path) -> tuple[str, bool]:
 
     Raises UserError for a file that cannot be read, and if both have no step in common.
     """
-    own, theirs, precision = read_curve(run), read_curve(other), _precision(run)
+    own = read_curve(run)
+    theirs = read_curve(other)
+    precision = _precision(run)
     offset, mean_of = _alignment(own, theirs)
     steps = sorted(step for step in theirs.losses if step + offset in own.losses)
     if not steps:

@@ -164,7 +164,8 @@ def _loads(trial: FamilyCase, exported: Path) -> None:
 
 def stored_difference(wanted: Path, found: Path) -> str | None:
     """Return the first difference between the safetensors of `found` and of `wanted`; None if they are equal."""
-    before, after = read_weights(wanted), read_weights(found)
+    before = read_weights(wanted)
+    after = read_weights(found)
     if (difference := other_than_values(after, before)) is not None:
         return difference
     changed = (name for name, tensor in before.items() if not torch.equal(tensor, after[name]))

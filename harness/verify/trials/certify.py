@@ -110,7 +110,8 @@ def certify(
 
     `report` is called with each verdict. Raises UserError for a file that cannot be read.
     """
-    source, document = read_source(model), read_config(arguments.deepspeed_config, config_check())
+    source = read_source(model)
+    document = read_config(arguments.deepspeed_config, config_check())
     shape = shaping(source.config)
     found: JsonObject = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -168,7 +169,8 @@ def data_ranks(tp: int, cp: int, ep: int) -> int:
 
 def reduce(run: RunConfig) -> Reduced:
     """Return the config at a small size, with the list of what is left out."""
-    resolved, data = run.resolved, run.document.data
+    resolved = run.resolved
+    data = run.document.data
     pp = resolved.pp_size
     while pp > max(1, MOST_CHUNKS // resolved.chunks.per_stage):
         pp //= 2
@@ -224,7 +226,8 @@ class Sizes:
         """Return the sizes with that of an axis halved; experts stay on whole groups of tensor-parallel ranks."""
         if self.ep == 1 or axis in ("pp", "cp"):
             return replace(self, **{axis: getattr(self, axis) // 2})
-        tp, groups = self.tp, self.ep // self.tp
+        tp = self.tp
+        groups = self.ep // self.tp
         tp, groups = (tp // 2, groups) if axis == "tp" else (tp, groups // 2)
         return replace(self, tp=tp, ep=tp * groups)
 
@@ -270,7 +273,8 @@ def _dp(sizes: Sizes) -> int:
 
 
 def _execution(run: RunConfig, sizes: Sizes) -> Execution:
-    resolved, data = run.resolved, run.document.data
+    resolved = run.resolved
+    data = run.document.data
     pp = sizes.pp
     devices = [lookup(data, f"/zero_optimization/{name}/device") for name in OFFLOADS]
     optimizer, parameters = (device not in (None, "none") for device in devices)
@@ -309,7 +313,8 @@ def _rest(data: JsonObject) -> JsonObject:
         if isinstance(zero.get(name), dict):
             zero[name] = {key: value for key, value in zero[name].items() if key not in OF_NVME}
     for pointer in accelerated(data):  # a CPU would refuse them
-        section, key = pointer.split("/")[1:-1], pointer.split("/")[-1]
+        section = pointer.split("/")[1:-1]
+        key = pointer.split("/")[-1]
         inner = rest
         for step in section:
             inner = inner.get(step, {})

@@ -51,7 +51,8 @@ def run_lines(folder: Path, first: int = 0, verify_plan: str = "auto") -> None:
     for number, line in enumerate((folder / LINES).read_text().splitlines()):
         if number < first:
             continue
-        composition, run_folder = Composition.parse(line), folder / str(number)
+        composition = Composition.parse(line)
+        run_folder = folder / str(number)
         subject = make_subject(composition, folder / "models")
         refusal = ""
         try:

@@ -62,7 +62,8 @@ def build_case(family: str, work: Path) -> FamilyCase:
             fault = str(error)
     if fault := broadcast_object(fault):
         raise NotTried(fault)
-    subject, judge = make_subject(composition, work), Judge()
+    subject = make_subject(composition, work)
+    judge = Judge()
     if looks_ahead(config, CPU):
         # with other settings it might not look ahead; so a reason that holds for all settings comes first
         cut_family(ModelSource(name=family, config=config, weights=None), TensorParallel())

@@ -139,7 +139,8 @@ class _Loop:
 
     def _gradients(self, consumed: int) -> float:
         """Set the gradients of a step on the float32 weights; return the loss of the step."""
-        training, total = self.training, 0.0
+        training = self.training
+        total = 0.0
         order = batch_indices(consumed, training.batch, len(self.rows), training.seed).tolist()
         parts = [
             [self.rows[row] for row in order[start : start + training.micro]]
@@ -370,7 +371,8 @@ class _DropoutRng(TorchFunctionMode):
         enable_gqa: bool = False,  # noqa: ARG002  # the shapes show it
     ) -> Tensor:
         groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        key = key.repeat_interleave(groups, -3)
+        value = value.repeat_interleave(groups, -3)
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()

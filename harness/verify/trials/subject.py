@@ -171,7 +171,8 @@ def samples(training: Training, count: int, vocabulary: int, offset: int = 0) ->
     Raises UserError for a form that does not exist.
     """
     generator = torch.Generator().manual_seed(training.seed + offset)
-    n, found = training.length, []
+    n = training.length
+    found = []
     for row in range(offset, offset + count):
         start = row * (n + 3) % len(TEXT)
         ids = [byte % vocabulary for byte in (TEXT * (n // len(TEXT) + 2))[start : start + n]]

@@ -132,7 +132,8 @@ def _try_some(
 @contextmanager
 def _as_a_rank() -> Iterator[None]:
     """Compute in one thread, as a rank does (with several, sums have another order), and without messages."""
-    threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
+    threads = torch.get_num_threads()
+    verbosity = transformers.logging.get_verbosity()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
@@ -174,7 +175,9 @@ class Judge:
         compresses = any(each.bits for each in composition.executions)
         if (fault := other_than_numbers(found, wanted, texts=precision == "fp32" and not compresses)) is not None:
             return TrialResult(composition=composition, kind=WRONG, reason=fault)
-        off, limit, own = distance(found, wanted), USUAL, None
+        off = distance(found, wanted)
+        limit = USUAL
+        own = None
         if precision != "fp32":
             own = distance(wanted, self.reference(composition, subject, precision="fp32"))
             limit = limit_in_16_bits(composition, own)

@@ -69,7 +69,8 @@ def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
     optimizer = kind(view)
     if optimizer is None:
         return
-    reason, hint = optimizer.cannot_train, instead(view, DEFAULT.name)
+    reason = optimizer.cannot_train
+    hint = instead(view, DEFAULT.name)
     if optimizer is _MUON:
         reason, hint = _muon_reason(view)
     if reason:

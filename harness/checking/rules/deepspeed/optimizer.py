@@ -45,7 +45,8 @@ def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
 
 def _class(view: RunView, optimizer: OptimizerType) -> OptimizerClass:
     """Return the class that the engine builds for an optimizer."""
-    by_torch, offloaded = view.on(f"{PARAMS}/torch_adam"), offloads(view, "offload_optimizer")
+    by_torch = view.on(f"{PARAMS}/torch_adam")
+    offloaded = offloads(view, "offload_optimizer")
     return optimizer.class_of(view.section(PARAMS), by_torch=by_torch, offloaded=offloaded)
 
 
@@ -66,7 +67,8 @@ def cpu_adam_advice(view: RunView) -> str | None:
 
     With ZenFlow DeepSpeed builds a subclass, and features that ask for DeepSpeedCPUAdam refuse that.
     """
-    optimizer, name = kind(view), stated(view)
+    optimizer = kind(view)
+    name = stated(view)
     if not view.has(TYPE) and view.target != "harness":
         return None
     if not view.has(TYPE) or (name is not None and (optimizer is None or optimizer.family != DEFAULT.family)):
@@ -305,7 +307,8 @@ def parameters_that_exclude_each_other(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": true,
            "momentum": 0.9}}}
     """
-    optimizer, params = kind(view), view.section(PARAMS)
+    optimizer = kind(view)
+    params = view.section(PARAMS)
     options = None if optimizer is None else _class(view, optimizer).options
     if optimizer is None or not _class(view, optimizer).path.startswith("torch."):
         return
@@ -339,7 +342,8 @@ def partial_offload_without_cpu_adam(view: RunView) -> Iterator[Finding]:
            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
     """
     pointer = "/zero_optimization/offload_optimizer/ratio"
-    ratio, advice = as_float(view.get(pointer)), cpu_adam_advice(view)
+    ratio = as_float(view.get(pointer))
+    advice = cpu_adam_advice(view)
     partial = ratio is not None and ratio < 1 and view.zero_stage == 3 and offloads(view, "offload_optimizer")
     if partial and view.target != "harness" and advice is not None:
         yield Finding(

@@ -108,7 +108,8 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
            "bf16_optimizer_states": true}, "zero_optimization": {"stage": 1}}
     """
     bf16 = f"/{view.bf16_section}"
-    masters, states = f"{bf16}/{_BF16_MASTERS}", f"{bf16}/bf16_optimizer_states"
+    masters = f"{bf16}/{_BF16_MASTERS}"
+    states = f"{bf16}/bf16_optimizer_states"
     for pointer in ("/fp16/fp16_master_weights_and_grads", masters, states):
         missing: tuple[str, str] | None = None
         if not view.on(pointer):

@@ -68,7 +68,8 @@ def _means(optim: str, name: str) -> bool:
 
     Those of a package of their own have other states in memory than their family.
     """
-    wanted, named = FLAGS[optim], find(name)
+    wanted = FLAGS[optim]
+    named = find(name)
     if named is None or named.package or wanted.package:
         return name.lower() == wanted.name.lower()
     return named.shares_state_with(wanted)

@@ -78,7 +78,8 @@ def zenflow_with_another_optimizer(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
            "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     """
-    optimizer, name = kind(view), stated(view)
+    optimizer = kind(view)
+    name = stated(view)
     if not uses_zenflow(view):
         return
     if optimizer is not None and optimizer.family == DEFAULT.family:

@@ -30,7 +30,8 @@ def context_sizes_in_conflict(view: RunView) -> Iterator[Finding]:
     deepspeed = view.size(DEEPSPEED_CONTEXT)
     if view.target != "harness" or deepspeed is None:
         return
-    own, flag = view.size(CONTEXT), view.cp_override
+    own = view.size(CONTEXT)
+    flag = view.cp_override
     name, other = ("--context_parallel_size", flag) if flag is not None else ("context_parallel.size", own)
     if other not in (None, deepspeed):
         yield Finding(

@@ -100,11 +100,14 @@ def gradients_that_cannot_wait(view: RunView) -> Iterator[Finding]:
     if stage == 2 and not offloads(view, "offload_optimizer"):
         return
     if stage < 2:
-        message, severity = f"{_ONCE} has no effect at ZeRO stage {stage}, which reduces once a step anyway", "WARNING"
+        message = f"{_ONCE} has no effect at ZeRO stage {stage}, which reduces once a step anyway"
+        severity = "WARNING"
     elif stage == 3:
-        message, severity = f"{_ONCE}: ZeRO stage 3 reduces gradients in each micro-batch", "ERROR"
+        message = f"{_ONCE}: ZeRO stage 3 reduces gradients in each micro-batch"
+        severity = "ERROR"
     else:
-        message, severity = f"{_ONCE}: an offloaded optimizer takes gradients from each micro-batch", "ERROR"
+        message = f"{_ONCE}: an offloaded optimizer takes gradients from each micro-batch"
+        severity = "ERROR"
     yield Finding(
         pointer=ONE_REDUCTION,
         message=message,

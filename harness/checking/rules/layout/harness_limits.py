@@ -21,7 +21,8 @@ from harness.optimizers import DEFAULT
 
 def _asks(view: RunView, pointer: str) -> bool:
     """Return whether a key has another value than its default."""
-    key, value = find(pointer), view.as_read(pointer)
+    key = find(pointer)
+    value = view.as_read(pointer)
     default: object = key.spec.get("default") if key is not None else None
     return view.has(pointer) and value not in (None, AUTO, default) and not (value is False and default is None)
 

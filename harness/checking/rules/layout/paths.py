@@ -25,7 +25,8 @@ def path_outside_of_the_run(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "flops_profiler": {"enabled": true, "output_file": "profile.txt"}}
     """
     for pointer, path in _written(view) if view.target == "harness" else ():
-        is_absolute, name = posixpath.isabs(path), name_of(pointer)
+        is_absolute = posixpath.isabs(path)
+        name = name_of(pointer)
         if _leaves(path):
             yield Finding(
                 pointer=pointer,

@@ -116,7 +116,8 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
 
 def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) -> Finding:
     """Return the finding for an unknown word in `pipeline`; a run with several stages refuses it."""
-    pointer, refused = f"/pipeline/{key}", view.target == "harness" and view.pp_size > 1
+    pointer = f"/pipeline/{key}"
+    refused = view.target == "harness" and view.pp_size > 1
     return Finding(
         pointer=pointer,
         message=f"unknown {key} {view.get(pointer)!r}",

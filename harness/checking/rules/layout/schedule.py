@@ -78,7 +78,8 @@ def chunks_of_another_schedule(view: RunView) -> Iterator[Finding]:
     Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
            "schedule": "interleaved", "chunks_per_stage": 4}}
     """
-    asked, schedule = view.size(CHUNKS), schedule_name(view.get("/pipeline/schedule"))
+    asked = view.size(CHUNKS)
+    schedule = schedule_name(view.get("/pipeline/schedule"))
     several = schedule is not None and SCHEDULES[schedule].chunks is None
     if asked is None or schedule is None or view.target != "harness" or view.pp_size == 1:
         return

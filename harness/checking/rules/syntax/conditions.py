@@ -45,7 +45,8 @@ def _violations(view: RunView, *, by_engine: bool) -> Iterator[tuple[KeyOccurren
 def _findings(view: RunView, *, by_engine: bool, deepspeed: str) -> Iterator[Finding]:
     seen: set[tuple[str, str]] = set()
     for visit, error in _violations(view, by_engine=by_engine):
-        pointer, broken = "/".join([visit.pointer, *map(str, error.absolute_path)]), str(error.validator)
+        pointer = "/".join([visit.pointer, *map(str, error.absolute_path)])
+        broken = str(error.validator)
         if (pointer, broken) in seen:
             continue  # jsonschema reports each missing key by itself
         seen.add((pointer, broken))
@@ -63,7 +64,9 @@ def _findings(view: RunView, *, by_engine: bool, deepspeed: str) -> Iterator[Fin
 
 def _words(pointer: str, error: ValidationError) -> tuple[str, str]:
     """Return what is wrong at a pointer, and the remedy."""
-    name, wanted, found = name_of(pointer), cast("Any", error.validator_value), cast("Any", error.instance)
+    name = name_of(pointer)
+    wanted = cast("Any", error.validator_value)
+    found = cast("Any", error.instance)
     match error.validator:
         case "required":
             missing = [key for key in wanted if key not in found]

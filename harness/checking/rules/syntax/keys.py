@@ -91,14 +91,13 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
         is_switch = home is not None and home.is_section and not isinstance(visit.value, dict)
         parent = place.rsplit("/", 1)[0]
         if is_switch:
-            hint, change = (
-                f"remove it: {name_of(place)} is a separate section",
-                edits.remove(view.document, visit.pointer),
-            )
+            hint = f"remove it: {name_of(place)} is a separate section"
+            change = edits.remove(view.document, visit.pointer)
         elif view.file_has(place):
             hint, change = f"it belongs at {name_of(place)}, which is set as well; keep one of them", ()
         else:
-            hint, change = f"move it to {name_of(place)}", edits.move(view.document, visit.pointer, place)
+            hint = f"move it to {name_of(place)}"
+            change = edits.move(view.document, visit.pointer, place)
         yield Finding(
             pointer=visit.pointer,
             message=f"{visit.name} does not belong in {name_of(visit.parent) or 'the top level'}"
