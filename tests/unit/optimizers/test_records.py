@@ -19,6 +19,8 @@ CLASSES = {
     for record in OPTIMIZERS.values()
     for each in (record.device, record.host, record.torch, record.coupled)
     if each is not None and each.options is not None and each.name != "MuonWithAuxAdam"
+    # a function that makes the optimizer takes all options as one dict
+    if each.path != record.made_by.replace(":", ".")
 }
 
 
