@@ -27,7 +27,8 @@ from chaos_run import LAYOUTS, SIGNALS, TITLE
 from report import RESULTS, write_report
 
 from tests.e2e.hosts import Host, some_hosts
-from tests.e2e.launching import ROOT, SCRIPT, environment, metrics
+from tests.e2e.launching import ROOT, SCRIPT, environment
+from tests.support.training import logged
 
 STEPS, SAVE_STEPS, LIMIT_S, STOPPED_S, CUT_S = 60, 8, 150.0, 30.0, 30.0
 KEEPER = "harness.resilience.on_host.keeper"
@@ -53,7 +54,7 @@ def undisturbed(layout: str) -> list[float]:
         flags: list[object] = ["--num_accelerators", LAYOUTS[layout][0]]
         command = launch(flags, script(layout, Path(folder)))
         subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
-        return [row["loss"] for row in metrics(Path(folder) / "run")]
+        return [row["loss"] for row in logged(Path(folder) / "run")]
 
 
 class Run:
@@ -76,7 +77,7 @@ class Run:
     def steps(self) -> int:
         """Return the last step in the metrics."""
         with suppress(OSError, ValueError, IndexError):
-            return int(metrics(self.folder / "run")[-1]["step"])
+            return int(logged(self.folder / "run")[-1]["step"])
         return 0
 
     def is_over(self) -> bool:
@@ -125,7 +126,7 @@ class Run:
                 each.wait(max(1.0, self.until - time.monotonic()))
         codes = [each.returncode for each in self.launches]
         left = [host.processes() for host in self.hosts]
-        rows = metrics(self.folder / "run")
+        rows = logged(self.folder / "run")
         batch = rows[0]["consumed_samples"]
         logs = [path.read_text(errors="replace") for path in sorted(self.folder.glob("log-*"))]
         numbers = [re.findall(r"ds-harness launch: (.*)\nds-harness launch: restart (\d+) of", text) for text in logs]
