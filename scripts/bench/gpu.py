@@ -377,7 +377,7 @@ class Clock:
         if self.left_s < 20:
             return "left out: the time is up"
         with tempfile.TemporaryDirectory() as name:
-            command = [sys.executable, __file__, *part, "--found", f"{name}/found.json"]
+            command = [sys.executable, __file__, *part, "--found", f"{name}/found.json", "--parent", str(os.getpid())]
             until = min(self.left_s - ENDING_S, self.longest_s)
             with subprocess.Popen(
                 command,
@@ -638,14 +638,16 @@ def main() -> None:
     )
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS, *OTHERS, *SIZES], help="default: all")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
-    for hidden in ("--part", "--folder", "--found"):
-        parser.add_argument(hidden, type=Path if hidden != "--part" else str, help=argparse.SUPPRESS)
+    for hidden, kind in {"--part": str, "--folder": Path, "--found": Path, "--parent": int}.items():
+        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARMING:
         parser.error(f"--steps {args.steps}: the first {WARMING} of each program are left out, so give more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # as an exception, which also ends the part that runs
     if args.part is not None:
         signal_when_parent_dies(signal.SIGTERM)  # or it would go on beside what is started next
+        if os.getppid() != args.parent:
+            sys.exit("ended")
         args.found.write_text(json.dumps(part(args)))
         return
     if not torch.accelerator.is_available() and not args.small:
