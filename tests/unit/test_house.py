@@ -240,6 +240,22 @@ def test_no_two_folders_import_each_other():
     assert {(one, other) for one, other in pairs if one < other and (other, one) in pairs} == set()
 
 
+def test_what_scripts_and_tests_import_of_the_project_is_there():
+    """No type checker and no test runs the benchmarks."""
+    modules = {module_name(path): path for path in SOURCES}
+    gone = []
+    for path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and node.module in modules and node.module != "harness":  # it is lazy
+                source = modules[node.module]
+                there = {n.id for n in nodes(source) if is_stored(n)} | {n.name for n in nodes(source) if is_block(n)}
+                there |= {alias.asname or alias.name for n in nodes(source) for alias in getattr(n, "names", [])
+                          if isinstance(n, ast.Import | ast.ImportFrom)}  # fmt: skip
+                names = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules}
+                gone += [f"{where(path, node)} {name}" for name in names - there]
+    assert gone == []
+
+
 def test_configs_are_read_without_torch():
     heavy = [
         f"{name} imports {target}"
