@@ -127,6 +127,13 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in PRODUCT}
 
 
+def defined(path: Path) -> set[str]:
+    """The names that a module defines or imports."""
+    stored = {node.id for node in nodes(path) if is_stored(node)} | {n.name for n in nodes(path) if is_block(n)}
+    imports = (node for node in nodes(path) if isinstance(node, ast.Import | ast.ImportFrom))
+    return stored | {alias.asname or alias.name for node in imports for alias in node.names}
+
+
 def where(path: Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
 
@@ -243,17 +250,15 @@ def test_no_two_folders_import_each_other():
 def test_what_scripts_and_tests_import_of_the_project_is_there():
     """No type checker and no test runs the benchmarks."""
     modules = {module_name(path): path for path in SOURCES}
-    gone = []
-    for path in SOURCES:
-        for node in nodes(path):
-            if isinstance(node, ast.ImportFrom) and node.module in modules and node.module != "harness":  # it is lazy
-                source = modules[node.module]
-                there = {n.id for n in nodes(source) if is_stored(n)} | {n.name for n in nodes(source) if is_block(n)}
-                there |= {alias.asname or alias.name for n in nodes(source) for alias in getattr(n, "names", [])
-                          if isinstance(n, ast.Import | ast.ImportFrom)}  # fmt: skip
-                names = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules}
-                gone += [f"{where(path, node)} {name}" for name in names - there]
-    assert gone == []
+    found = [(path, n) for path in SOURCES for n in nodes(path) if isinstance(n, ast.ImportFrom)]
+    found = [(path, node) for path, node in found if node.module in modules and node.module != "harness"]  # it is lazy
+    there = {name: defined(modules[name]) for name in {node.module for _, node in found}}
+    assert [
+        f"{where(path, node)} {alias.name}"
+        for path, node in found
+        for alias in node.names
+        if alias.name not in there[node.module] and f"{node.module}.{alias.name}" not in modules
+    ] == []
 
 
 def test_configs_are_read_without_torch():
