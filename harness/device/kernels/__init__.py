@@ -8,7 +8,8 @@ cross entropy takes a dozen operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,9 +27,20 @@ BLOCK = 1024
 """Columns of a row that one program computes."""
 
 
-# The trial needs gradients, also if an evaluation or a backward pass, which record none, asks first.
+@contextmanager
+def trial() -> Iterator[None]:
+    """Compute with gradients, apart from what is computed around.
+
+    An evaluation or a backward pass, which record none, may ask first; so may a layer that is recomputed, whose hooks
+    on saved tensors would take those of the trial for the layer's own.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.inference_mode(mode=False), torch.enable_grad(), hooks:
+        yield
+
+
 @cache
-@torch.inference_mode(mode=False)
+@trial()
 def usable(device: torch.device) -> bool:
     """Return whether the kernels run on `device` and match torch's results there; the first call tries them."""
     return runs(device, _try)

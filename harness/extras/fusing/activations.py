@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.device.kernels import trial
 from harness.extras.fusing import kernels
 from harness.extras.fusing.kernels import Activation
 from harness.extras.fusing.norms import takes
@@ -128,8 +129,7 @@ class _Operations(TorchDispatchMode):
 
 
 @cache
-@torch.inference_mode(mode=False)
-@torch.enable_grad()
+@trial()
 def _tried(kind: _Kind) -> tuple[Activation, int] | None:
     """Return the activation that a module computes, and in how many operations."""
     module = kind.module

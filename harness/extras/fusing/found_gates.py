@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from harness.device.kernels import trial
 from harness.extras.fusing.activations import activation_of, reads_mode
 from harness.extras.fusing.gate_code import FUNCTIONS, rewritten
 from harness.extras.fusing.gates import FeedForward, GateOfOne, gate_plainly
@@ -93,8 +94,7 @@ def _by_trial(module: nn.Module, method: FunctionType, activations: Mapping[str,
 
 
 @cache
-@torch.inference_mode(mode=False)
-@torch.enable_grad()
+@trial()
 def _tried(subject: _Subject) -> Method | None:
     numbers = [float(value) for _, value in subject.attributes if isinstance(value, int | float)]
     numbers = [value for value in numbers if isfinite(value) and 0 < value < LARGEST]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from harness.device.kernels import trial
 from harness.extras.fusing.gates import Gated, gate_at_once, gate_plainly
 from harness.extras.fusing.kernels import Activation, Gate
 from harness.extras.fusing.norms import (
@@ -98,8 +99,7 @@ def _tried(kind: type[nn.Module], attributes: Attributes, sizes: Sizes) -> Gated
         return None
 
 
-@torch.inference_mode(mode=False)
-@torch.enable_grad()
+@trial()
 def _agrees(norm: GatedNorm, twin: nn.Module, width: int) -> bool:
     """Return whether a norm gives a module's outputs and, in float32, its gradients."""
     dtype = next(twin.parameters()).dtype

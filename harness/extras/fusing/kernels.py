@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.device.kernels import BLOCK, grid_of, runs
+from harness.device.kernels import BLOCK, grid_of, runs, trial
 
 AS_TORCH = {"enable_fp_fusion": False}
 """Options of the compiler: a multiplication and an addition round twice, as two operations of torch do."""
@@ -110,7 +110,7 @@ class RowNorm:
 
 
 @cache
-@torch.inference_mode(mode=False)  # which also records gradients, if an evaluation or a backward pass asks first
+@trial()
 def usable(device: torch.device) -> bool:
     """Return whether the kernels run on `device`, which the first call tries: they must give torch's results there."""
     return runs(device, _try)

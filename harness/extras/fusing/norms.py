@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from harness.device.kernels import trial
 from harness.extras.fusing import kernels
 from harness.parallel.comm import Context
 
@@ -189,8 +190,7 @@ def twin_of(kind: type[nn.Module], attributes: Attributes, sizes: Sizes, width: 
     return twin
 
 
-@torch.inference_mode(mode=False)
-@torch.enable_grad()
+@trial()
 def _agrees(norm: Norm, twin: nn.Module, width: int) -> bool:
     """Return whether a norm gives a module's outputs and, in float32, its gradients."""
     kind = next(twin.parameters(), torch.empty(0, device="cpu")).dtype

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from harness.device.kernels import trial
 from harness.extras.fusing import kernels
 from harness.extras.fusing.kernels import Angles, Turn
 from harness.parallel.comm import Context
@@ -107,8 +108,7 @@ class _Rotated(torch.autograd.Function):
 
 
 @cache
-@torch.inference_mode(mode=False)
-@torch.enable_grad()
+@trial()
 def _tried(
     plain: Rotate,
     names: tuple[str, ...],
