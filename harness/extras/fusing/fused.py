@@ -75,6 +75,7 @@ def _fuse_on_cpu(module: nn.Module) -> None:
 def with_globals(function: FunctionType, values: Mapping[str, object]) -> FunctionType:
     """Return a copy of a function that reads `values` instead of its module's globals of these names."""
     scope = {**function.__globals__, **values}
+    scope.pop("__name__", None)  # torch.compile would look for these values in the module of this name
     # torch.compile keeps what it has compiled with the code, and its name in the globals: no code may have two globals.
     code = function.__code__.replace()
     copied = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)

@@ -98,6 +98,7 @@ def compiled(tree: ast.FunctionDef, function: FunctionType, names: Mapping[str, 
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)  # a traceback shows the family's own line
     module = ast.fix_missing_locations(ast.Module([tree], []))
     scope = {**function.__globals__, **names}
+    scope.pop("__name__", None)  # torch.compile would look for these names in the module of this name
     exec(compile(module, function.__code__.co_filename, "exec"), scope)  # transformers' code, parsed by `parsed`
     made: FunctionType = scope[tree.name]
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__

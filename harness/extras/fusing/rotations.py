@@ -9,7 +9,7 @@ rotating that the kernel has. Where none is equal, the family's function goes on
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from itertools import product
 from types import FunctionType
@@ -26,8 +26,19 @@ from harness.parallel.comm import Context
 
 NAMED = "rotary"
 """What the names of all functions contain that rotate queries and keys."""
+BOTH = (False, True)
 COMPLEX = "freqs_cis"
 """The parameter of those that multiply by complex numbers cos + i sin."""
+TURNS: Mapping[str, Turn] = {
+    str(turn): turn
+    for turn in (
+        Turn(angles=angles, pairs=pairs, into_pairs=into, wide=wide, last=last, tokens=tokens, opposite=opposite)
+        for last, opposite, tokens, angles, into, pairs, wide in product(
+            *(BOTH, BOTH, (2, 1), get_args(Angles), BOTH, BOTH, BOTH)
+        )
+    )
+}
+"""All ways of rotating by their names, in the order in which they are tried."""
 Rotate: TypeAlias = Callable[..., object]
 Kind: TypeAlias = tuple[torch.dtype, int]
 """Dtype and width of a tensor's last dimension."""
@@ -62,7 +73,7 @@ def _fused(plain: FunctionType) -> Rotate:
         of_heads = tuple(name for name, each in given.items() if each is not None)
         kinds = tuple((each.dtype, each.shape[-1]) for each in (*heads, cos))
         is_complex = turning is not None
-        turn = _tried(plain, of_heads, is_complex, axis, kinds, cos.device)
+        turn = TURNS.get(_name_of_turn(plain, of_heads, is_complex, axis, kinds, cos.device))
         if turn is None or cos.shape[1] != heads[0].shape[turn.tokens] or len(cos) not in (1, len(heads[0])):
             return plain(*args, **kwargs)
         turned = _Rotated.apply(turn, cos, sin, *heads)  # type: ignore[no-untyped-call]
@@ -105,6 +116,19 @@ class _Rotated(torch.autograd.Function):
         dense = [each if each.stride(-1) == 1 else each.contiguous() for each in grads]
         cos, sin = ctx.saved_tensors
         return None, None, None, *kernels.rotate(dense, cos, sin, ctx.turn, backward=True)
+
+
+# Otherwise torch.compile would trace the trial in every layer. A name can be a constant of its graph, an object cannot.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name_of_turn(
+    plain: Rotate,
+    names: tuple[str, ...],
+    is_complex: bool,
+    axis: int | None,
+    kinds: tuple[Kind, ...],
+    device: torch.device,
+) -> str:
+    return str(_tried(plain, names, is_complex, axis, kinds, device))
 
 
 @cache
@@ -153,14 +177,8 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
 
 def _ways(head: int, width: int, roundings: tuple[bool, ...] = (False, True)) -> list[Turn]:
     """Return the ways of rotating heads [..., head] by angles [..., width]."""
-    both = (False, True)
-    turns = [
-        Turn(angles=angles, pairs=pairs, into_pairs=into, wide=wide, last=last, tokens=tokens, opposite=opposite)
-        for last, opposite, tokens, angles, into, pairs, wide in product(
-            both, both, (2, 1), get_args(Angles), both, both, roundings
-        )
-    ]
-    return [turn for turn in turns if turn.width(width) <= head and turn.width(width) % 2 == 0]
+    possible = (turn for turn in TURNS.values() if turn.wide in roundings)
+    return [turn for turn in possible if turn.width(width) <= head and turn.width(width) % 2 == 0]
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:

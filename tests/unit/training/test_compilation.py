@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,13 +17,17 @@ from harness import UserError
 from harness.checking import check
 from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
+from harness.extras.fusing import fused, kernels
 from harness.extras.fusing.fused import RMSNorm, with_globals
+from harness.extras.fusing.kernels import Turn
 from harness.extras.fusing.liger import FusedModule, LigerKernels
+from harness.extras.fusing.rotations import turned
 from harness.parallel.compiling import Eager, compile_modules, waits_for_compiler
 from harness.training.engine.spec import LayerTraits
 from harness.training.prepare.trainable import require_compilable
 from tests.support.graphs import graphs_of_steps, tokens
 from tests.support.models import model_of
+from tests.support.torch_kernels import use_torch
 
 
 def model(*, uses_rng: bool = False, causal: object = True) -> Any:
@@ -192,3 +197,32 @@ def test_kernels_of_liger_are_compiled_as_often_as_the_layers_are_without_them(
     monkeypatch.setattr("harness.extras.fusing.liger.find_kernels", lambda *_: found)
     rows = [tokens(length) for length in (6, 9, 14, 20)]
     assert graphs_of_steps(tmp_path, rows, backend, use_liger_kernel=True) == [1, 2, 2, 2]
+
+
+def test_a_rotation_by_the_kernel_is_part_of_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel replaces is tried once, outside of the graph. Torch's operations stand in for the kernel."""
+
+    def rotate(heads: Sequence[Tensor], cos: Tensor, sin: Tensor, turn: Turn, *, backward: bool = False) -> Any:
+        return tuple(turned(each, cos, -sin if backward else sin, turn) for each in heads)
+
+    use_torch(monkeypatch)
+    monkeypatch.setattr(kernels, "rotate", rotate)
+    for name in ("norm_of", "gated_norm_of", "fused_activation"):
+        monkeypatch.setattr(fused, name, lambda module: None)
+    monkeypatch.setattr(fused, "gated", lambda module: {})
+    monkeypatch.setattr(fused, "join_sums", lambda module: None)
+    ids = torch.arange(24).view(2, 12)
+    model = model_of("llama", num_hidden_layers=1)
+    wanted = model(ids).logits
+    wanted.sum().backward()
+    of_weights = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    (layer,) = model.model.layers
+    fused.fuse(layer, torch.device("cpu"))
+    layer.compile(backend="eager", fullgraph=True)  # which refuses a break
+    found = model(ids).logits
+    found.sum().backward()
+    assert torch.equal(found, wanted)
+    assert "forward" in vars(layer.self_attn)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, of_weights[name])
