@@ -163,7 +163,7 @@ def _as_it_is(item: Step) -> Step:
 
 
 def _begin_worker(_number: int) -> None:
-    """End with the parent, or when it sends a signal; those of the launcher to the whole process group are blocked."""
+    """End this worker with its parent, or when the parent sends a signal. Signals of the launcher stay blocked."""
     signal.set_wakeup_fd(-1)  # inherited by the fork: signals of this process would wake up the parent
     threading.Thread(target=_end_on_parents_signal, daemon=True).start()
     parent = os.getppid()

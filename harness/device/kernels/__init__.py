@@ -29,10 +29,10 @@ BLOCK = 1024
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Compute with gradients, apart from what is computed around.
+    """Record the gradients of a trial, apart from the computation in whose middle it is made.
 
-    An evaluation or a backward pass, which record none, may ask first; so may a layer that is recomputed, whose hooks
-    on saved tensors would take those of the trial for the layer's own.
+    That may be an evaluation or a backward pass, which record none, or the forward of a layer that is recomputed: its
+    hooks would take the tensors that a trial saves for the layer's own, and its backward pass would fail.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.inference_mode(mode=False), torch.enable_grad(), hooks:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from itertools import product
 from types import FunctionType
-from typing import TypeAlias, TypeGuard, cast, get_args
+from typing import Any, TypeAlias, TypeGuard, cast, get_args
 
 import torch
 from torch import Tensor
@@ -120,15 +120,9 @@ class _Rotated(torch.autograd.Function):
 
 # Otherwise torch.compile would trace the trial in every layer. A name can be a constant of its graph, an object cannot.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _name_of_turn(
-    plain: Rotate,
-    names: tuple[str, ...],
-    is_complex: bool,
-    axis: int | None,
-    kinds: tuple[Kind, ...],
-    device: torch.device,
-) -> str:
-    return str(_tried(plain, names, is_complex, axis, kinds, device))
+def _name_of_turn(*asked: Any) -> str:
+    """Return the name of the turn that `_tried` finds for these arguments; "None" if it finds none."""
+    return str(_tried(*asked))
 
 
 @cache
