@@ -12,9 +12,9 @@ rank computes all heads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from typing import TypeAlias
@@ -32,8 +32,23 @@ from harness.parallel.context.sequence_shards import ContextParallel
 from harness.parallel.dropout import expect_heads
 from harness.parallel.values import Argument, Keyword, Positional
 
-_active: ContextVar[SharedAttention | None] = ContextVar("attention over shards", default=None)
 
+class _Active(threading.local):
+    """The exchange in which this thread's layer runs; torch.compile reads a thread's attribute, but no ContextVar."""
+
+    shared: SharedAttention | None = None
+
+    @contextmanager
+    def set(self, shared: SharedAttention | None) -> Iterator[None]:
+        """Have this thread's attentions use `shared` in this context."""
+        before, self.shared = self.shared, shared
+        try:
+            yield
+        finally:
+            self.shared = before
+
+
+_active = _Active()
 
 Attend: TypeAlias = Callable[..., Argument]
 """An attention function of transformers.
@@ -50,7 +65,7 @@ def _wrap_interface() -> None:
     @wraps(plain)
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
         function: Attend = plain(self, attn_implementation, default)
-        active = _active.get()
+        active = _active.shared
         return function if active is None else partial(active.attend, function)
 
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
@@ -73,11 +88,8 @@ class SharedAttention:
     def active(self) -> Iterator[None]:
         """Exchange heads around every attention called in this context."""
         _wrap_interface()
-        before = _active.set(self)
-        try:
+        with _active.set(self):
             yield
-        finally:
-            _active.reset(before)
 
     def attend(
         self,
@@ -223,8 +235,5 @@ def _own_heads(given: Argument, *, heads: int, own: Range) -> Argument:
 @contextmanager
 def whole_attention() -> Iterator[None]:
     """Disable the exchange in this context, for a block that receives all tokens."""
-    before = _active.set(None)
-    try:
+    with _active.set(None):
         yield
-    finally:
-        _active.reset(before)
