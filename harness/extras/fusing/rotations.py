@@ -34,7 +34,7 @@ TURNS: Mapping[str, Turn] = {
     for turn in (
         Turn(angles=angles, pairs=pairs, into_pairs=into, wide=wide, last=last, tokens=tokens, opposite=opposite)
         for last, opposite, tokens, angles, into, pairs, wide in product(
-            *(BOTH, BOTH, (2, 1), get_args(Angles), BOTH, BOTH, BOTH)
+            BOTH, BOTH, (2, 1), get_args(Angles), BOTH, BOTH, BOTH
         )
     )
 }
@@ -169,7 +169,7 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
     return found.dtype == wanted.dtype and torch.allclose(found.cpu(), wanted, rtol=0, atol=near)
 
 
-def _ways(head: int, width: int, roundings: tuple[bool, ...] = (False, True)) -> list[Turn]:
+def _ways(head: int, width: int, roundings: tuple[bool, ...] = BOTH) -> list[Turn]:
     """Return the ways of rotating heads [..., head] by angles [..., width]."""
     possible = (turn for turn in TURNS.values() if turn.wide in roundings)
     return [turn for turn in possible if turn.width(width) <= head and turn.width(width) % 2 == 0]
