@@ -50,11 +50,13 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
     """
     monitored = engine.monitor.enabled
     engine.monitor.enabled = False
-    engine.reset_activation_shape()  # stages exchange shapes only with the first tensor that they send
+    # Stages exchange shapes only with the first tensor that they send, and the next training step may have other ones.
+    engine.reset_activation_shape()
     loss: Tensor = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
-    engine.reset_activation_shape()  # the next training step may have other shapes
+    engine.reset_activation_shape()
     engine.monitor.enabled = monitored
-    engine.module.train()  # `eval_batch` leaves it in evaluation mode
+    # `eval_batch` leaves it in evaluation mode.
+    engine.module.train()
     return loss
 
 

@@ -36,5 +36,6 @@ def set_expert_groups(sharing: ProcessGroup | None, copies: ProcessGroup | None)
         sharing: the ranks over which experts are distributed; None if no experts are.
         copies: the ranks that hold the same experts as this one.
     """
+    # Not by DeepSpeed's own functions, which choose the ranks of the groups themselves, and only once in a process.
     groups._EXPERT_PARALLEL_GROUP = {} if sharing is None else {NAME: sharing}
     groups._EXPERT_DATA_PARALLEL_GROUP = {} if copies is None else {NAME: copies}

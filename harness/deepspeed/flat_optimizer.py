@@ -60,7 +60,8 @@ class FlatOptimizer(BF16_Optimizer):
         self._averaged: set[int] = set()
         self._unsent: list[int] = []
         self._arriving: dict[int, Callable[[], object]] = {}
-        # DeepSpeed requires bf16 here, but its arithmetic is right for float32 as well.
+        # DeepSpeed requires bf16 here, but its arithmetic is right for float32 as well. `immediate_grad_update` makes
+        # its constructor call `create_grad_acc_hooks`, and keeps its `backward_epilogue` from adding `grad` itself.
         super().__init__(
             optimizer, names, bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True), **options
         )
@@ -82,7 +83,8 @@ class FlatOptimizer(BF16_Optimizer):
         """Add each gradient to its sum as soon as autograd has it; called by DeepSpeed's constructor."""
         for group, parameters in enumerate(self.bf16_groups):
             for index, parameter in enumerate(parameters):
-                parameter._hp_grad = self.fp32_groups_gradients[group][index]  # where DeepSpeed's users read it
+                # Where DeepSpeed's `safe_get_full_grad` and the like read it.
+                parameter._hp_grad = self.fp32_groups_gradients[group][index]
                 hook = partial(self._add, group, index)
                 self._grad_acc_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -215,10 +217,10 @@ class FlatOptimizer(BF16_Optimizer):
             weights.grad = None
 
     def _copy_slice(self, index: int) -> None:
-        """Copy this rank's updated slice of a group to the model's parameters."""
         weights = self.fp32_groups_flat_partition[index]
         own = self._own_slice(index)
-        if own.untyped_storage()._cdata != weights.untyped_storage()._cdata:  # float32 weights are updated in place
+        # Float32 weights are updated in place, see `_link_all_hp_params`.
+        if own.untyped_storage()._cdata != weights.untyped_storage()._cdata:
             own.data.copy_(weights.data)
 
     def _own_slice(self, index: int) -> Tensor:

@@ -257,7 +257,6 @@ class ScheduledEngine(PipelineEngine):
         return self._begin(self.schedule.evaluation(micro_batches), ("AwaitSends",))
 
     def _begin(self, program: StageProgram, last: Sequence[str]) -> StageProgram:
-        """Return a program that ends with the instructions `last`."""
         # A failed step may have left tensors behind, which would be taken for this step's.
         for transfers in self._transfers or ():
             transfers.clear()

@@ -60,8 +60,7 @@ class StepGradients:
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
         """Create a zero gradient for each of these parameters without one."""
         for parameter in parameters:
-            if self.found(parameter) is None:
-                self.of(parameter)
+            self.of(parameter)
 
     def _in_flat(self, group: int, at: int) -> Tensor:
         gradient: Tensor = self._optimizer.fp32_groups_gradients[group][at]

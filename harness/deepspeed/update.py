@@ -148,7 +148,6 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self.set_dataiterator(data_iter)
         self.module.train()
         self.total_loss = self.total_additional_losses = None
-        self._compute_loss = True
         self._exec_schedule(self._train_schedule())
         mean: Tensor = self.agg_train_loss  # by the last instruction
         return mean

@@ -231,7 +231,6 @@ def _totals(
 def _sums(
     engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> EvaluationTotals:
-    """Return the sums over the samples `rows`."""
     place = engine.groups.coordinate.batch_rank
     size = engine.groups.layout.batch_ranks
     steps = evaluation_steps(len(rows), micro_batch, size)

@@ -685,7 +685,6 @@ class Trainer:
 
 
 def _collator(given: Collator | None, objective: Objective | None) -> Collator:
-    """Return the run's collator. Raises UserError if the user gives one and the objective has its own."""
     if objective is None:
         return given or collate
     if given is not None:

@@ -97,15 +97,16 @@ def build_engine(
             tensor=TensorParallel.of(groups.tp_group),
             device=groups.device,
         )
+    # DeepSpeed's own groups, opened from here on, have its default timeout: below they get the run's.
     groups_before = open_groups()
     module, grid = _build_module(spec, groups, layers, boundaries, guarded, keys, traits.example)
     if spec.resolved.compile_backend is not None:
         compile_modules(compiled_parts(module), backend=spec.resolved.compile_backend, **spec.resolved.compile_options)
     _configure_checkpointing(spec, groups)
     engine, compression = _initialize(spec, groups, config, module, grid, first_names(layers))
-    give_timeout(open_groups() - groups_before)  # DeepSpeed's own groups have a timeout of 30 minutes
+    give_timeout(open_groups() - groups_before)
     # All ranks have built their layers from the same seed. From now on data ranks and stages must draw differently, but
-    # tensor-parallel ranks alike: they hold the same hidden states.
+    # tensor-parallel ranks alike: they hold the same hidden states. 1000 exceeds the number of data ranks, usually.
     coordinate = groups.coordinate
     torch.manual_seed(spec.args.seed + coordinate.dp_rank + 1000 * coordinate.stage)
     _prepare(engine, module, spec, groups, traits)
@@ -128,7 +129,8 @@ def _initialize(
     `names` come from `first_names`: a tied weight must be in the same parameter group on every stage.
     """
     resolved = spec.resolved
-    mark_experts(over_data(module))  # before the parameter groups, which keep marked parameters apart
+    # Experts that differ between data-parallel ranks. Before the parameter groups are made, which keep them apart.
+    mark_experts([p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data])
     set_expert_groups(groups.ep_group, groups.ep_copies)
     optimized, optimizer, schedule = _optimization(spec, groups, config, module, names)
     build: Callable[..., DeepSpeedEngine] = partial(
@@ -185,7 +187,8 @@ def _staged(
     """Return a function that builds the engine of this rank's stage from the arguments of DeepSpeed's engine."""
     resolved = spec.resolved
     parameters = list(module.parameters())
-    defer_sums(parameters)  # partial gradients are summed once a step, not in each backward pass
+    # Partial gradients of tensor-parallel ranks are summed once a step, not in each backward pass.
+    defer_sums(parameters)
     parts = UpdateParts(
         groups=groups,
         sum_partial=partial(sum_once, parameters),
@@ -206,7 +209,8 @@ def _prepare(engine: DeepSpeedEngine, module: nn.Module, spec: EngineSpec, group
     if isinstance(optimizer, NeedsEngine):
         optimizer.attach(engine, groups)
     if isinstance(engine, StagedEngine):
-        engine.observe(announcer(beat))  # the watchdog finds a hanging rank by its current instruction
+        # The watchdog finds a hanging rank by its current instruction.
+        engine.observe(announcer(beat))
         if groups.device.type != "cpu":
             # A tensor-parallel all-reduce can overlap with the computation of weight gradients. Not on a CPU: there the
             # same cores compute and sum, and a step took 1.04 times as long.
@@ -239,11 +243,6 @@ def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) ->
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _gradient: beat(doing))
             return
-
-
-def over_data(module: nn.Module) -> list[nn.Parameter]:
-    """Return this rank's expert parameters that differ between data-parallel ranks."""
-    return [p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data]
 
 
 def _build_module(
@@ -305,11 +304,14 @@ def _configure_checkpointing(spec: EngineSpec, groups: Groups) -> None:
     """Pass the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks partition activations."""
     section = spec.resolved.config.get("activation_checkpointing", {})
     partitioned = section.get("partition_activations", False) and groups.tp_group is not None
+    # False, not None, for what is off: DeepSpeed keeps the options in globals, where an earlier run may have set them.
     checkpointing.configure(
         MpuAdapter(groups.coordinate.tp_rank, groups.layout.tp_size, groups.tp_group),
         partition_activations=partitioned,
+        # DeepSpeed asserts partitioned activations for this one.
         contiguous_checkpointing=section.get("contiguous_memory_optimization", False) and partitioned,
         num_checkpoints=section.get("number_checkpoints"),
+        # On a CPU they would be copied within the same memory.
         checkpoint_in_cpu=section.get("cpu_checkpointing", False) and groups.device.type != "cpu",
         synchronize=section.get("synchronize_checkpoint_boundary", False),
         profile=section.get("profile", False),
@@ -325,17 +327,21 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
 
 def deepspeed_config(spec: EngineSpec, device: torch.device) -> JsonObject:
     """Return the resolved config as DeepSpeed receives it."""
-    config = without_idle(Secrets(frozenset()).without(spec.resolved.config))  # DeepSpeed prints its whole config
+    # Without secrets, because DeepSpeed prints its whole config.
+    config = without_idle(Secrets(frozenset()).without(spec.resolved.config))
     # The harness prints the metrics itself: only DeepSpeed's timers need this print.
     if not config.get("steps_per_print"):
         every = interval(spec.args.logging_steps, spec.max_steps)
+        # 2**31 for never: DeepSpeed takes step numbers modulo this, in one place even if it is None.
         config["steps_per_print"] = every if config.get("wall_clock_breakdown") else 2**31
-        if not config.get("wall_clock_breakdown"):  # this unused timer synchronises with the device
+        # The throughput timer synchronises with the device.
+        if not config.get("wall_clock_breakdown"):
             config.setdefault("timers", {"throughput": {"enabled": False}})
     if device.type == "cpu" and spec.resolved.zero_stage == 3:
         # Contiguous gradients avoid fragmentation of GPU memory; on a CPU they only cost a copy.
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
-    if spec.resolved.cp_size > 1:  # DeepSpeed counts context ranks as data ranks
+    # DeepSpeed counts context ranks as data ranks, and requires its three batch sizes to agree with their number.
+    if spec.resolved.cp_size > 1:
         config["train_batch_size"] *= spec.resolved.cp_size
     # Under ZeRO, DeepSpeed refuses the harness's own optimizers as untested. DS805 checks the user's optimizer.
     config["zero_allow_untested_optimizer"] = True
@@ -346,7 +352,8 @@ def deepspeed_config(spec: EngineSpec, device: torch.device) -> JsonObject:
         config["zero_force_ds_cpu_optimizer"] = False
     if makes_torchs_class(config, device):
         config["optimizer"] = {**optimizer, "params": torchs_options(optimizer.get("params", {}))}
-    for section in MONITORS.values():  # the harness writes to the monitors itself
+    # The harness writes to the monitors itself.
+    for section in MONITORS.values():
         config.pop(section, None)
     if file := config.get("flops_profiler", {}).get("output_file"):
         file = within(spec.args.output_dir, file, "flops_profiler.output_file")
@@ -394,7 +401,8 @@ def layer_finisher(spec: EngineSpec, groups: Groups, part: Zero3Partition | None
             dtype=spec.dtype,
             zero_param_parallel_group=secondary,
         )
-        malloc_trim()  # each layer is allocated whole and freed again, which would fragment the heap
+        # Each layer is allocated whole and freed again, which would fragment the heap.
+        malloc_trim()
 
     return partition
 

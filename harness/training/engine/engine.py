@@ -23,7 +23,7 @@ from torch import Tensor
 from harness.batches.collate import MicroBatch, unequal_shapes
 from harness.batches.evaluation import EvaluationBatch
 from harness.batches.same_data import require_same_data
-from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scales_loss_dynamically
+from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline
 from harness.deepspeed.update import Compression, StagedEngine
 from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.hf.layers.attention import AttentionKernels
@@ -156,11 +156,6 @@ class Engine(ABC):
         return isinstance(self.loss.loss, RouterLoss)
 
     @property
-    def needs_one_length(self) -> bool:
-        """Whether all samples of a step are padded to one length; see `batches/padding.py`."""
-        return self.groups.layout.pp_size > 1 or self.keys is not None or self.has_router_loss
-
-    @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         scheduler = self.deepspeed.lr_scheduler
@@ -194,6 +189,7 @@ class Engine(ABC):
         count_step()
         self.loss.reset()
         if not self.compared:
+            # In the first step only: it hashes the batches, and all ranks wait for each other's digests.
             require_same_data(micro_batches, self.groups)
             self.compared = True
         if self.keys is not None:
@@ -219,7 +215,8 @@ class Engine(ABC):
 
         # 3. The outcome, in one copy to the host: the only place of a step where the host waits for the device.
         found = self.deepspeed.get_global_grad_norm()
-        early = self.deepspeed.outcome  # copied to the host before the update was queued
+        # Copied to the host before the update was queued, so reading it does not wait for the update.
+        early = self.deepspeed.outcome
         norm, whole_loss, *of_parts = (
             numbers([0.0 if found is None else found, loss, *parts.values()]) if early is None else early()
         )
@@ -234,6 +231,7 @@ class Engine(ABC):
         return StepOutcome(
             loss=whole_loss,
             grad_norm=norm if found is not None and finite else None,
+            # Without a norm (under torch's loss scaler, or with compute_grad_norm off) DeepSpeed's own check decides.
             finite_gradient=applied if found is None else finite,
             applied=applied,
             parts=dict(zip(parts, of_parts, strict=True)),
@@ -259,11 +257,6 @@ class Engine(ABC):
         `length` is the number of tokens to which all samples are padded; None if it never changes.
         """
 
-    @property
-    def scales_loss(self) -> bool:
-        """Whether loss scaling is dynamic (fp16), so that gradients may overflow now and then."""
-        return scales_loss_dynamically(self.deepspeed.optimizer)
-
     def evidence(self) -> Evidence:
         """Return which values of the last step were finite on this rank. Waits for the device."""
         return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
@@ -276,6 +269,7 @@ class Engine(ABC):
         """
         counted, rows = self.count(micro_batches)
         self.loss.totals = {}
+        # Without gradients also because losses recognise an evaluation by that (`MeanLoss`, `GuardedLoss`).
         with torch.no_grad(), self._attending(micro_batches):
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
         # The sums of the loss's reported numbers [numbers]: valid only on the stage with the loss, like the count.
@@ -389,6 +383,7 @@ class PipelineStages(Engine):
                 self._length = length
                 self._shape = None
             self._require_one_shape(batches)
+        # Read before `train_batch` counts the step: the flops profiler numbers steps from 0.
         step = self.deepspeed.global_steps
         # One call for the whole step. The engine executes this stage's instructions: forward, backward, send and
         # receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
@@ -440,8 +435,10 @@ class WholeModel(Engine):
                 for name, value in self.loss.reported.items():
                     if value is not None:
                         parts[name] = parts.get(name, 0.0) + value
-                del outputs  # frees the logits before the next ones are computed
-                # Hooks reduce the gradients over the data-parallel ranks, bucket by bucket.
+                # Frees the logits before the next ones are computed.
+                del outputs
+                # DeepSpeed divides the loss by the number of micro-batches. Hooks reduce the gradients over the
+                # data-parallel ranks, bucket by bucket.
                 self.deepspeed.backward(loss)
                 beat("optimizer step")
                 # DeepSpeed counts the micro-batches: only the last call of a step clips and updates.
@@ -459,7 +456,6 @@ class WholeModel(Engine):
         return self._mean(total / steps)
 
     def _passed(self, inputs: Value, wanted: Targets) -> tuple[Outputs, Tensor]:
-        """Run the forward pass of a micro-batch; return its outputs and loss."""
         self.loss.expect(wanted)
         outputs = self.deepspeed(inputs)
         self.loss.expect(None)

@@ -420,10 +420,6 @@ def first_tensor(value: Value) -> Tensor:
 class GuardedLoss:
     """A loss that records whether it was finite. With `spoils`, a non-finite loss makes all gradients NaN.
 
-    A non-finite loss may have a finite gradient. NaN gradients make the norm NaN on all ranks, so that all of them skip
-    the step without another collective. Raising an error would stop one rank while the others wait for it, and make
-    the host wait for each loss.
-
     Attributes:
         observer: if set, called with outputs and targets of each micro-batch.
         reported: the loss's other scalars for the last micro-batch, by names that are the same on all stages; None
@@ -468,11 +464,15 @@ class GuardedLoss:
         value = self.loss(outputs, targets)
         if self.reported:
             self.reported = found = self.loss.parts(outputs)
+            # In training the engine sums them; in an evaluation DeepSpeed keeps the loss alone.
             if not torch.is_grad_enabled():
                 self.totals = {name: number + self.totals.get(name, 0.0) for name, number in found.items()}
         if value.requires_grad:
             finite = value.detach().isfinite()
             self._finite = finite if self._finite is None else self._finite & finite
+            # A non-finite loss may have a finite gradient. NaN gradients make the norm NaN on all ranks, so that all of
+            # them skip the step without another collective. Raising an error would stop one rank while the others wait
+            # for it, and make the host wait for each loss.
             if self.spoils:
                 value.register_hook(partial(torch.where, finite, other=float("nan")))
         return value

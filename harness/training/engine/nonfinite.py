@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.console import Console
+from harness.deepspeed.engine import scales_loss_dynamically
 from harness.deepspeed.zero3_parameters import held_values
 from harness.errors import UserError
 from harness.parallel.host import numbers
@@ -39,8 +40,8 @@ class NonFinite:
     def judge(self, step: int, outcome: StepOutcome, engine: Engine) -> None:
         """Check a step's outcome; all ranks call it. Raises UserError with `stop`, NonFiniteStep with `rollback`."""
         lost = not isfinite(outcome.loss)
-        # With dynamic loss scaling, gradients overflow by design: DeepSpeed skips the step and lowers the scale.
-        overflow = not outcome.finite_gradient and not engine.scales_loss
+        # With dynamic loss scaling (fp16), gradients overflow by design: DeepSpeed skips the step and lowers the scale.
+        overflow = not outcome.finite_gradient and not scales_loss_dynamically(engine.deepspeed.optimizer)
         if not lost and not overflow:
             return
         # Loss and gradient norm are equal on all ranks, so all ranks come here: else the gather would hang.

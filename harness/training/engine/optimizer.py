@@ -249,8 +249,8 @@ def _offloads_states(config: JsonObject) -> bool:
 
 
 def _missing(programs: Sequence[str]) -> list[str]:
-    """Return which of these programs are not installed."""
     environment = inherited()
+    # Where torch's cpp_extension, which compiles DeepSpeed's operators, looks for compilers.
     homes = [environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"]
     places = os.pathsep.join([environment.get("PATH", ""), *(f"{home}/bin" for home in homes)])
     names = {each: environment.get("CXX", each) if each == "c++" else each for each in programs}

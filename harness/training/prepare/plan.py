@@ -242,7 +242,6 @@ def plan_run(
 
 
 def _require_parts(args: TrainingArguments, parts: Parts, resolved: Resolved) -> None:
-    """Raise UserError if a part that the run needs is not installed."""
     if resolved.gradient_bits != 0:
         needed(parts.compression, "gradient_compression", "harness.extras")
     if args.dataloader_num_workers:
@@ -258,7 +257,6 @@ def _require_parts(args: TrainingArguments, parts: Parts, resolved: Resolved) ->
 
 
 def _samples(parts: Parts, given: UserData, request: DataRequest) -> Datasets:
-    """Return the data sets as samples."""
     if parts.data is not None:
         return parts.data.user_datasets(given, request)
     for name in ("packing", "sample_prompts"):

@@ -237,7 +237,6 @@ def report_origin(console: Console, source: ModelSource, seed: int) -> None:
 
 
 def _report(spec: RunSpec, trainable: TrainableModel, stages: Sequence[StageLine]) -> None:
-    """Report the stages, the user's optimizer, the chosen kernels, and how many parameters the adapters train."""
     if (backend := spec.resolved.compile_backend) is not None:
         spec.console.say(waits_for_compiler(backend, spec.resolved.compile_options))
     report_stages(spec.console, spec.layout, spec.resolved, spec.max_steps, stages)
@@ -278,7 +277,8 @@ def training_stream(run: Run) -> BatchStream | None:
         batch_rank=run.groups.coordinate.batch_rank,
         batch_ranks=run.spec.layout.batch_ranks,
         data_collator=run.data_check.collator,
-        one_length=run.engine.needs_one_length,
+        # See `batches/padding.py`: what else depends on the padded length.
+        one_length=run.spec.layout.pp_size > 1 or run.engine.keys is not None or run.engine.has_router_loss,
         read_ahead=read_ahead,
     )
     # The same list object, so that the stream skips whatever a resume or a rollback adds.

@@ -96,7 +96,7 @@ def stage_lines(
     trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, chunks: ModelChunks, groups: Groups
 ) -> list[StageLine]:
     """Return one line for each stage; all ranks call it."""
-    held = sum(_size(parameter) for parameter in module.parameters())
+    held = sum(held_tensor(parameter).numel() for parameter in module.parameters())
     sizes = all_gather_object((groups.coordinate.stage, held))
     # Ranks of one stage may hold shards of unequal size: report the largest.
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
@@ -116,11 +116,6 @@ def stage_lines(
             )
         )
     return lines
-
-
-def _size(parameter: nn.Parameter) -> int:
-    """Return the number of elements on this rank; under ZeRO-3, of its partition."""
-    return held_tensor(parameter).numel()
 
 
 def batch_warning(

@@ -26,7 +26,6 @@ from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import UNSPLIT, TokenSplit
 from harness.hf.decoder import DecoderLayer
-from harness.hf.forward.routers import FindRouters
 from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
@@ -190,6 +189,9 @@ def trainable_decoder(
     # With `part`, each rank loads only its ZeRO-3 partition. A model in memory is broadcast from rank 0 instead.
     part = zero3_partition(spec, groups) if source.weights is None or isinstance(source.weights, Path) else None
     finish, kernels = _finisher(source, spec, groups, part, parts)
+    routers = None
+    if getattr(source.config, "output_router_logits", False):
+        routers = needed(parts.routers, "--output_router_logits", "harness.extras")
     causal = assemble(
         source,
         tensor=TensorParallel.of(groups.tp_group),
@@ -199,7 +201,7 @@ def trainable_decoder(
         finish=finish,
         experts=_neighbours(spec, groups, parts),
         adaptation=adaptation,
-        routers=_routers(source.config, parts),
+        routers=routers,
         part=part,
         whole_logits=own_loss is not None,
         keep_fp32=can_keep_fp32(spec.resolved),
@@ -308,13 +310,6 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
         config = copy.deepcopy(config)
         config.router_aux_loss_coef = args.router_aux_loss_coef
     return config
-
-
-def _routers(config: PretrainedConfig, parts: Parts) -> FindRouters | None:
-    """Return what finds the model's routers, if their loss is trained."""
-    if not getattr(config, "output_router_logits", False):
-        return None
-    return needed(parts.routers, "--output_router_logits", "harness.extras")
 
 
 def _require_kept(names: Set[str], spec: EngineSpec, rank: int) -> None:
