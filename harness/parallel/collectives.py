@@ -48,8 +48,10 @@ def share_memory(groups: Iterable[dist.ProcessGroup | None], open_memory: OpenMe
 
     All ranks of a group must call it, with their groups in the same order.
     """
-    for group in {_ranks(group): group for group in groups if group is not None}.values():  # once per set of ranks
-        if (earlier := _OPEN.pop(_ranks(group), None)) is not None:  # a failed run may have left notes unread
+    # Groups of the same ranks share one memory.
+    for group in {_ranks(group): group for group in groups if group is not None}.values():
+        # A failed run may have left notes unread in its memory.
+        if (earlier := _OPEN.pop(_ranks(group), None)) is not None:
             earlier.close()
         if (memory := open_memory(group, run_timeout())) is not None:
             _OPEN[_ranks(group)] = memory

@@ -24,7 +24,8 @@ from harness.parallel.compiling import Eager
 Context: TypeAlias = Any
 """The context that torch passes from forward to backward: an object that takes any attribute."""
 
-# Names of the autograd nodes at which a walk from the output to the inputs enters and leaves split values.
+# Names of the autograd nodes at which a walk from the output to the inputs enters and leaves split values. torch makes
+# them from the names of the autograd functions below.
 INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "GatherFromGroupBackward", "_ScatterSequenceBackward"})
 OUT_OF_SPLIT = frozenset(
     {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "SplitToGroupBackward"}
@@ -66,6 +67,7 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+# The function behind the class method, because a subclass of Function is its first argument here.
 apply: Eager[..., Tensor] = Eager(vars(torch.autograd.Function)["apply"].__func__)
 """Call an autograd function: `apply(function, *inputs)` returns its output and is never compiled.
 

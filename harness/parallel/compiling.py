@@ -22,13 +22,11 @@ _EAGER: list[Eager[..., object]] = []
 
 
 class Eager(Generic[P, R]):
-    """A function that is never compiled.
-
-    `torch.compiler.disable` as a decorator would import the compiler in every run, which takes about a second. So it is
-    applied only when a layer is compiled.
-    """
+    """A function that is never compiled."""
 
     def __init__(self, function: Callable[P, R]) -> None:
+        # `torch.compiler.disable` as a decorator would import the compiler in every run, which takes about a second. So
+        # `compile_modules` applies it.
         self.run = self.function = function
         update_wrapper(self, function)
         _EAGER.append(self)
@@ -42,10 +40,10 @@ def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
 
     `options` are passed to torch.compile.
     """
-    # Only here, because it imports the compiler.
     for eager in _EAGER:
         eager.run = torch.compiler.disable(eager.function)
     for module in modules:
+        # In place: around a module, torch.compile would put another one, which changes the names of its parameters.
         module.compile(**options)
 
 

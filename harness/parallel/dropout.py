@@ -55,7 +55,8 @@ class RngMode(TorchFunctionMode, ABC):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        # torch passes the call of an inner mode on to the outer ones, which must not draw again.
+        # torch takes this mode off while it handles a call. Calls from here reach only the outer modes, which must not
+        # draw again.
         draw = _CAUGHT.get(func) if _active.get() is self else None
         return func(*args, **(kwargs or {})) if draw is None else draw(self, *args, **(kwargs or {}))
 
@@ -303,6 +304,7 @@ def rng_of_layer(index: int) -> Iterator[None]:
 @contextmanager
 def separate_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Enter `own_generators` for a computation that does not belong to the running layer."""
+    # The layer's mode stays entered, but acts only while it is the active one: its count of draws must not move.
     outer = _active.set(None)
     try:
         with own_generators(seed, device):
@@ -313,6 +315,7 @@ def separate_rng(seed: int, device: torch.device | None = None) -> Iterator[None
 
 def has_dropout(module: nn.Module) -> bool:
     """Return whether a module contains a dropout layer with a probability above 0."""
+    # The base class of all dropout layers of torch has no public name.
     return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
 
 
@@ -336,11 +339,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention as torch documents `scaled_dot_product_attention`, with keyed dropout.
-
-    On a GPU, torch's kernels draw the dropout mask themselves from the generator's seed, so it can only be seeded. On
-    the CPU there is no such kernel, and dropout is drawn sample by sample.
-    """
+    """Compute attention as torch documents `scaled_dot_product_attention`, with keyed dropout."""
+    # On a GPU, torch's kernels draw the dropout mask themselves from the generator's seed, so it can only be seeded. On
+    # the CPU there is no such kernel, and dropout is drawn sample by sample.
     if query.device.type != "cpu" or not dropout_p:
         if dropout_p:
             mode.seed_kernel(torch.Size((*query.shape[:-1], key.shape[-2])), query.device)
@@ -362,9 +363,10 @@ def _attention(
 
 
 def _fill(mode: RngMode, tensor: Tensor, *args: object, method: str, **options: object) -> Tensor:
+    # Drawn with a parameter for each entry, or by the caller's generator.
     if any(isinstance(value, Tensor) for value in (*args, *options.values())) or options.get("generator") is not None:
         filled: Tensor = getattr(tensor, method)(*args, **options)
-        return filled  # drawn by the caller's generator, or with a parameter for each entry
+        return filled
     options.pop("generator", None)
     return mode.fill(tensor, method, *args, **options)
 

@@ -17,10 +17,12 @@ ON_HOST = ("cpu", "meta")
 def seed_of(*key: object) -> int:
     """Return a seed in [0, 2**63) that depends on all parts of `key`, the same in every process.
 
-    Parts must print alike everywhere, like numbers and text. Python's `hash` would differ between processes.
+    Parts must print alike everywhere, like numbers and text.
     """
+    # Python's `hash` differs between processes.
     digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # 63 bits, so that it is positive as a signed integer
+    # 63 bits, so that it is positive as a signed integer.
+    return int.from_bytes(digest, "little") >> 1
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -42,6 +44,7 @@ def own_torch_generators(seed: int, device: torch.device | None = None) -> Itera
         generators.append(default_generator(device))
     states = list(map(torch.Generator.get_state, generators))
     try:
+        # Not `torch.manual_seed`, which would reset the generators of other devices too, in the middle of a run.
         for generator in generators:
             generator.manual_seed(seed)
         yield
@@ -54,8 +57,7 @@ def own_torch_generators(seed: int, device: torch.device | None = None) -> Itera
 def own_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Draw random numbers from `seed` in this context; restore all generators afterwards.
 
-    Covers the global generators of torch (on the CPU and on `device`), numpy and Python. Other devices are untouched:
-    `torch.manual_seed` would reset their generators in the middle of a run. Does not wait for the device.
+    Covers the global generators of torch (on the CPU and on `device`), numpy and Python. Does not wait for the device.
     """
     numpy_state = np.random.get_state()
     python_state = random.getstate()

@@ -38,10 +38,7 @@ def numbers(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def reading(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
-    """Queue a copy of scalars to the host; return a function that waits for it and returns numbers.
-
-    The wait does not include work queued on the accelerator after this call.
-    """
+    """Queue a copy of scalars to the host; return a function that waits for it and returns numbers."""
     far: dict[int, Tensor] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor) and value.device.type != "cpu":
@@ -53,6 +50,7 @@ def reading(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     stacked = torch.stack(list(far.values()))
     copied = staging(stacked.shape, stacked.dtype, stacked.device)
     copied.copy_(stacked, non_blocking=True)
+    # An event, because waiting for the stream would include what is queued after this call.
     arrived = torch.Event(stacked.device)
     arrived.record()
 

@@ -27,7 +27,7 @@ def malloc_trim() -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Make glibc keep freed memory from now on, up to 2 GiB at the end of the heap, for training on a CPU.
+    """Make glibc keep freed memory from now on, for training on a CPU.
 
     Does nothing on another device, if the environment configures malloc (`MALLOC_...`), or without this call in libc.
     """

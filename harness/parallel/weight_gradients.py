@@ -80,13 +80,15 @@ def accumulate(products: list[Product]) -> None:
         newest_first = (products.pop() for _ in range(len(products)))
         roots = [apply(_Later, compute, *weights) for compute, weights in newest_first]
     if roots:
-        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])  # whose values nobody reads
+        # The gradients of the roots are never read, so they need no values.
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
 
 def attach(module: nn.Module, gradients: DeferredGradients) -> None:
     """Make the linear layers in `module` defer their weight gradients whenever `gradients` defers."""
     layer: Any
     for layer in module.modules():
+        # By the forward rather than by the class: a subclass with another forward computes something else.
         replacement = FORWARDS.get(type(layer).forward)
         if isinstance(layer, nn.Linear) or replacement is not None:
             layer.weight_gradients = gradients
@@ -176,6 +178,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        # Detached, because a deferred product may keep x longer than the graph that made it lives.
         x = ctx.saved_tensors[0].detach()
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = (rows @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -202,14 +205,12 @@ class _Later(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, _one: Tensor) -> tuple[Tensor | None, ...]:
         compute = ctx.compute
-        del ctx.compute  # which holds the operands
+        # It holds the operands, and `accumulate` keeps all nodes until its last one has run.
+        del ctx.compute
         return None, *compute()
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> tuple[Tensor]:
-    """Return the weight gradient from the product that autograd uses for this memory layout of the weight.
-
-    The two products are equal in exact arithmetic but round differently.
-    """
+    # The product that autograd uses for this memory layout of the weight: the other one rounds differently.
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     return ((x.t() @ grad).t() if transposed else grad.t() @ x,)

@@ -23,11 +23,9 @@ HOOKED = "BackwardHookFunctionBackward"
 
 
 def copy_hooked_inputs(model: nn.Module) -> None:
-    """Make every module inside `model` run on copies of the inputs that a backward hook has turned into views.
-
-    torch's own modules, most of a model, are left out: they do not change their inputs.
-    """
+    """Make every module inside `model` run on copies of the inputs that a backward hook has turned into views."""
     for module in model.modules():
+        # torch's own modules, most of a model, do not change their inputs.
         if module is not model and not type(module).__module__.startswith("torch.nn."):
             module.forward = partial(_on_copies, module.forward)
 
@@ -56,6 +54,7 @@ class Zero3Partition:
     def boxes(self, shape: Sequence[int]) -> Iterator[Index]:
         """Yield indices of boxes that together make up this partition of a tensor of `shape`."""
         total = prod(shape)
+        # ZeRO-3 rounds up, so the last parts are shorter.
         size = -(-total // self.count)
         return boxes_of_run(shape, min(self.index * size, total), min((self.index + 1) * size, total))
 

@@ -31,11 +31,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def check_agreement(
-    config: Mapping[str, object],
-    layout: Layout,
-    *,
-    code: str | None = None,
-    others: Mapping[str, object] | None = None,
+    config: Mapping[str, object], layout: Layout, *, code: str | None = None, others: Mapping[str, object] | None = None
 ) -> None:
     """Raise UserError on every rank unless all ranks hold the same config, layout and code.
 
@@ -62,9 +58,11 @@ def host_group() -> dist.ProcessGroup | None:
     return _beside(dist.group.WORLD)
 
 
+# Kept by the default group: if torch.distributed is initialised again in this process, that group needs another one.
 @lru_cache(maxsize=1)
 def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    if "cpu:" in dist.get_backend_config(world):  # a backend for each kind of device, as in cpu:gloo,cuda:nccl
+    # A backend for each kind of device, as in cpu:gloo,cuda:nccl.
+    if "cpu:" in dist.get_backend_config(world):
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=run_timeout())
     return group
@@ -90,6 +88,7 @@ def require_alike(subjects: Mapping[str, object]) -> None:
     All ranks call it with the same names.
     """
     digests = b"".join(map(json_digest, subjects.values()))
+    # Unsigned words of 32 bits, because an int64 tensor holds each of them and its negative.
     words = struct.unpack(f">{len(digests) // 4}I", digests)
     # One all-reduce yields the maximum and the minimum of each word. If they are equal, all ranks agree, and a thousand
     # ranks need not gather a thousand digests each.
@@ -115,10 +114,8 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def gather_object(value: T) -> list[T]:
-    """Gather Python values in rank order on rank 0, [] elsewhere; all ranks of the world call it.
-
-    For large values, of which `all_gather_object` would leave a copy on every rank.
-    """
+    """Gather Python values in rank order on rank 0, [] elsewhere; all ranks of the world call it."""
+    # For large values, of which `all_gather_object` would leave a copy on every rank.
     is_first = dist.get_rank() == 0
     values = [value] * dist.get_world_size() if is_first else []
     dist.gather_object(value, values if is_first else None, dst=0, group=host_group())
@@ -148,10 +145,8 @@ class HostValues(Generic[T]):
 
 
 def all_gather_on_host(host: str, value: T) -> HostValues[T]:
-    """Return the values of the ranks with the same `host`; all ranks of the world call it.
-
-    Rank 0 gathers and scatters them, so that only rank 0 holds the values of all ranks.
-    """
+    """Return the values of the ranks with the same `host`; all ranks of the world call it."""
+    # Gathered and scattered by rank 0, so that no other rank holds the values of all ranks.
     parts = group_by_host(gather_object((host, value)))
     found: list[HostValues[T] | None] = [None]
     dist.scatter_object_list(found, parts or None, src=0, group=host_group())
@@ -180,12 +175,12 @@ def all_or_none(action: Callable[[], T]) -> T:
     except (UserError, OSError) as error:
         problem = str(error)
         if isinstance(error, OSError):
-            path = error.filename2 or error.filename  # for a rename, the target
+            # A rename has a second name, its target, which is usually the one that cannot be written.
+            path = error.filename2 or error.filename
             problem = f"{path}: {reason(error)}" if path else reason(error)
     # Usually this is all: one small all-reduce. The messages are gathered only after a failure.
-    is_somewhere = any_rank(bool(problem))
-    if problem or is_somewhere:
-        raise UserError(next(filter(None, all_gather_object(problem)), "another rank has failed"))
+    if any_rank(bool(problem)):
+        raise UserError(next(filter(None, all_gather_object(problem))))
     return value
 
 
@@ -227,7 +222,8 @@ def code_version() -> str:
 def tree_digest(root: Path) -> str:
     """Return the SHA-256, in hex, of names and contents of Python files, their tables, and plans under `root`."""
     total = hashlib.sha256()
-    for folder, folders, files in os.walk(root, followlinks=True):  # models/ is a link in a checkout
+    # In a checkout, models/ is a link. Sorted in place: `os.walk` then visits the folders in this order on every host.
+    for folder, folders, files in os.walk(root, followlinks=True):
         folders.sort()
         for name in sorted(files):
             path = Path(folder, name)

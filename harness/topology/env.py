@@ -16,16 +16,7 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.topology.interfaces import interface_to, require_interfaces
-from harness.topology.launchers import (
-    MVAPICH,
-    OPEN_MPI,
-    PLAIN,
-    PMI,
-    SLURM,
-    HostAssignment,
-    Names,
-    launcher_of_ranks,
-)
+from harness.topology.launchers import MVAPICH, OPEN_MPI, PLAIN, PMI, SLURM, HostAssignment, Names, launcher_of_ranks
 from harness.topology.processes import DEEPSPEED_LAUNCH, ancestor
 from harness.topology.slurm import first_host, in_step, tasks_on_node
 
@@ -59,6 +50,7 @@ class LaunchEnv:
         """Read the launcher's variables. Raises UserError for a variable that is missing, not a number or too large."""
         host = HostAssignment.from_environ(environ)
         names = launcher_of_ranks(environ)
+        # PyTorchJob sets RANK and WORLD_SIZE too, but numbers hosts by them; a launcher of ranks also sets LOCAL_RANK.
         if host is not None and (names is None or (names is PLAIN and "LOCAL_RANK" not in environ)):
             return cls._only_rank_of(host)
         if names is None:
@@ -84,6 +76,7 @@ class LaunchEnv:
             "MASTER_PORT": port,
         }
         missing = [name for name, value in given.items() if value is None]
+        # The same as `if missing`, but after it the types are known not to be None.
         if rank is None or world_size is None or local_rank is None or address is None or port is None:
             raise UserError(
                 f"{' and '.join(missing)} not set, but other launcher variables are: start through "
@@ -104,7 +97,8 @@ class LaunchEnv:
             master_port=port,
             launched=True,
             parent=parent or ("slurm" if in_step(environ) else ""),
-            has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",  # torchrun
+            # torchrun's agent already listens on the master's port.
+            has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
     @classmethod
@@ -243,7 +237,7 @@ def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tupl
 
 
 def _port_of(launch: str) -> int:
-    """Return a port that all ranks of a launch derive from its identifier."""
+    # All ranks must derive the same port, and Python's `hash` differs between processes.
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 

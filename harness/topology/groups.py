@@ -100,9 +100,10 @@ def build_groups(layout: Layout, loss_stage: int | None = None, device: torch.de
 def second_data_groups(groups: Groups) -> dict[tuple[int, ...], ProcessGroup]:
     """Create a second process group for each group of data-parallel ranks; return this rank's groups by their ranks.
 
-    All ranks call it. Collectives of one group run in order. Weights that are sent in a second group do not delay the
-    next reduction over the data-parallel ranks.
+    All ranks call it.
     """
+    # Collectives of one group run in order. Weights that are sent in a second group do not delay the next reduction
+    # over the data-parallel ranks.
     layout = groups.layout
     found = {}
     for ranks in [*layout.groups("data"), *(layout.expert_copies() if groups.ep_group is not None else [])]:
@@ -117,10 +118,13 @@ def _build_axis(all_ranks: list[list[int]], layout: Layout, rank: int) -> Proces
     """Create all groups of an axis and return this rank's; None for groups of one rank. All ranks call it."""
     mine = None
     for ranks in all_ranks:
+        # All groups of an axis have one size, so the first decides for all.
         if len(ranks) == 1:
             return None
-        if len(ranks) == layout.world_size:  # a second group of all ranks would only cost connections and threads
+        # A second group of all ranks would only cost connections and threads.
+        if len(ranks) == layout.world_size:
             return dist.group.WORLD
+        # Without a timeout, a new group takes torch's default, not the one of the default group.
         group = dist.new_group(ranks, timeout=run_timeout())
         if rank in ranks:
             mine = group

@@ -11,10 +11,9 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """Return an identifier of this host: its name and the kernel's boot id.
-
-    Containers with different names count as different hosts.
-    """
+    """Return an identifier of this host: its name and the kernel's boot id."""
+    # Two hosts may bear one name. Containers on one kernel have its boot id in common, but not always /dev/shm, so with
+    # different names they count as different hosts.
     with suppress(OSError):
         return f"{socket.gethostname()} {BOOT_ID.read_text(encoding='ascii').strip()}"
     return socket.gethostname()

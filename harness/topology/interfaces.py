@@ -21,6 +21,7 @@ def interface_to(host: str, port: int) -> str | None:
     except (OSError, UnicodeError):
         return None
     for name, addresses in psutil.net_if_addrs().items():
+        # A link-local IPv6 address comes with its interface: fe80::1%eth0.
         if ours in (each.address.partition("%")[0] for each in addresses):
             return str(name)
     return None
@@ -50,6 +51,7 @@ def listen_at(host: str, port: int, backlog: int) -> socket.socket | None:
     """Listen at an address; return None if it is not an address of this host. Raises OSError if the port is taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # An IPv6 address has two entries more, which `create_server` does not take.
         return socket.create_server(address[:2], family=family, backlog=backlog)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:

@@ -72,8 +72,9 @@ def launcher_of_ranks(environ: Mapping[str, str]) -> Names | None:
         if names.rank in environ:
             return names
     by_srun = [environ.get(name) for name in (SLURM.rank, SLURM.world_size[0])]
+    # `srun --mpi=pmi2` sets PMI's variables to the values of its own, which say more (the local rank).
     if PMI.rank in environ and by_srun != [environ.get(name) for name in (PMI.rank, *PMI.world_size)]:
-        return PMI  # unless they come from `srun --mpi=pmi2`: Slurm's own variables say more
+        return PMI
     if in_step(environ):
         return SLURM
     if "PMIX_RANK" in environ:
@@ -113,10 +114,12 @@ class HostAssignment:
             # A single host has nobody to meet. Only torchrun's hosts agree on their numbers themselves.
             if nodes in ("", "1", "1:1") or not endpoint or (not rank and name != "torchrun"):
                 continue
+            # With several tasks on a host, srun has started the ranks themselves.
             if name == "slurm" and _tasks_here(environ) != 1:
-                continue  # srun has started the ranks themselves
+                continue
+            # Started by torchrun inside the pod: RANK is the number of a rank, not of a pod.
             if name == "pytorch_job" and "LOCAL_RANK" in environ:
-                continue  # started by torchrun inside the pod: RANK is a rank, not a pod
+                continue
             ranks = environ.get(names.ranks, "")
             return cls(
                 launcher=names.launcher,

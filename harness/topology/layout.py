@@ -4,10 +4,9 @@ A `Layout` holds the sizes of three axes (pipeline, data, tensor) and of two sub
 ranks form the context ranks of one batch rank, and experts may be distributed over tensor and data ranks. The tensor
 axis is innermost and the pipeline axis outermost,
 
-    rank = (stage * dp_size + dp_rank) * tp_size + tp_rank,
+    rank = (stage * dp_size + dp_rank) * tp_size + tp_rank.
 
-as in DeepSpeed's PipeModelDataParallelTopology (axes pipe, data, model). So consecutive ranks, which usually share a
-host, form a tensor-parallel group. Needs neither torch nor a process group.
+Needs neither torch nor a process group.
 """
 
 from dataclasses import dataclass
@@ -123,8 +122,8 @@ class Layout:
         """Return the coordinates of a global rank. IndexError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
-        # The order of DeepSpeed's PipeModelDataParallelTopology: tensor-parallel ranks, which exchange the most, are
-        # neighbours, and so mostly on one host.
+        # The order of DeepSpeed's PipeModelDataParallelTopology (axes pipe, data, model). Tensor-parallel ranks, which
+        # exchange the most, are neighbours, and so mostly on one host.
         rest, tp_rank = divmod(rank, self.tp_size)
         stage, dp_rank = divmod(rest, self.dp_size)
         batch_rank, cp_rank = divmod(dp_rank, self.cp_size)
@@ -160,12 +159,8 @@ class Layout:
 
     def _stride(self, axis: Axis) -> int:
         """Return the difference in global rank between two neighbours along `axis`."""
-        strides = {
-            "tensor": 1,
-            "context": self.tp_size,
-            "data": self.tp_size,
-            "pipeline": self.dp_size * self.tp_size,
-        }
+        # Context ranks are neighbours on the data axis, so their stride is that of data ranks.
+        strides = {"tensor": 1, "context": self.tp_size, "data": self.tp_size, "pipeline": self.dp_size * self.tp_size}
         return strides[axis]
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ POLL_S = 0.2  # interval at which a rank checks whether the others have come, or
 
 def ranks_among(processes: Iterable[int]) -> dict[int, str]:
     """Return process -> rank of the processes of this launch, by the environment they were started with."""
+    # Not os.environ, to which this process may have added the variables that the others were not started with.
     ours = started_with(os.getpid())
     found: dict[int, str] = {}
     for process in processes if "RANK" in ours else ():
@@ -31,6 +32,7 @@ def may_come(env: LaunchEnv) -> bool:
     if not env.on_one_host:
         return True
     ranks = set(ranks_among(all_processes()).values())
-    if str(env.rank) not in ranks:  # not started with RANK, so the others need not be either
+    # This process was not started with RANK, so the others need not be either.
+    if str(env.rank) not in ranks:
         return True
     return bool(ranks - {"0"}) if env.rank == 0 else "0" in ranks

@@ -59,11 +59,9 @@ def all_processes() -> list[int]:
 
 
 def peak_resident_bytes() -> int:
-    """Return this process's peak resident memory in bytes since its start, or since the peak was last reset.
-
-    Not getrusage: its `ru_maxrss` survives exec, so it may be the peak of a larger launcher or standby process that
-    started this one.
-    """
+    """Return this process's peak resident memory in bytes since its start, or since the peak was last reset."""
+    # Not getrusage: its `ru_maxrss` survives exec, so it may be the peak of a larger launcher or standby process that
+    # started this one.
     with suppress(OSError):
         for line in Path("/proc/self/status").read_bytes().splitlines():
             if line.startswith(b"VmHWM:"):
@@ -74,7 +72,8 @@ def peak_resident_bytes() -> int:
 
 
 def own_python(*words: str) -> list[str]:
-    """Return a command for this Python that imports nothing from the working directory, to which others may write."""
+    """Return a command for this Python that imports nothing from the working directory."""
+    # Others may be able to write to that directory, and their modules would run as this user.
     return [sys.executable, "-P", *words]
 
 
@@ -94,11 +93,10 @@ def ancestor(word: str) -> int:
 
 
 def wait_readable(descriptors: Iterable[int], seconds: float) -> list[int]:
-    """Return the file descriptors that become readable, or are closed by the other side, within `seconds`.
-
-    Unlike epoll, poll needs no descriptor of its own, so it works even if the process cannot open more files.
-    """
+    """Return the file descriptors that become readable, or are closed by the other side, within `seconds`."""
+    # Unlike epoll, poll needs no descriptor of its own, so it works even if the process cannot open more files.
     with selectors.PollSelector() as waiting:
+        # A selector refuses a descriptor that it already has.
         for descriptor in dict.fromkeys(descriptors):
             waiting.register(descriptor, selectors.EVENT_READ)
         return [key.fd for key, _ in waiting.select(seconds)]

@@ -35,7 +35,8 @@ def open_store(env: LaunchEnv, timeout: timedelta, *, waits: bool = True) -> dis
     if env.has_store:
         store: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
         store.set_timeout(timeout)
-        return dist.PrefixStore("default_pg", store)  # as torch does: the launcher has keys of its own
+        # As torch does: the launcher has keys of its own in the store.
+        return dist.PrefixStore("default_pg", store)
     is_master = env.rank == 0
     env = replace(env, master_addr=reachable(env.master_addr))
     listener = _listen(env) if is_master else None
@@ -46,15 +47,14 @@ def open_store(env: LaunchEnv, timeout: timedelta, *, waits: bool = True) -> dis
         is_master,
         timeout=timeout,
         wait_for_workers=waits,
+        # Detached, because the store closes the descriptor.
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
 
 def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
-    """Raise NotMet on all ranks if their devices are of different kinds, or if a rank has failed.
-
-    torch would wait until its timeout.
-    """
+    """Raise NotMet on all ranks if their devices are of different kinds, or if a rank has failed."""
+    # Between backends of different kinds, torch would wait until its timeout.
     # The first rank sets "device"; any rank of another kind sets "other device"; the last one publishes the verdict.
     own = f"{kind} on rank {env.rank} (host {socket.gethostname()})"
     first = store.compare_set("device", "", own).decode()

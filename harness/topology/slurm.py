@@ -19,7 +19,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 def first_host(hosts: str) -> str:
     """Return the first name in a Slurm list of hosts: `n07` for `n[07-09,12],gpu1`."""
-    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)  # up to the first comma outside of brackets
+    # Up to the first comma outside of brackets.
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group() if match else hosts)
 
 
