@@ -147,7 +147,8 @@ def everywhere(sections: list[dict[str, Any]], model: str, folder: str) -> tuple
     return own, for_each(partial(documents, model), sections[:1], f"{folder}/ids")
 
 
-@pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layouts", [FIRST, OTHERS], ids=["first", "others"])
 def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(
     layouts: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -150,7 +150,7 @@ def compare() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_shared_memory_gives_what_torch_distributed_gives(ranks: int) -> None:
     for found in run_ranks(ranks, compare):
         assert found["shares"] and not found["left"] and not found["kept"]

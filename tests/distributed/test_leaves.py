@@ -59,6 +59,7 @@ def train_all(dbrx: str, folder: str) -> list[Curve]:
     return curves + [train(Job(dbrx, "dp2z3", config(bucket)), folder) for bucket in BUCKETS]
 
 
+@pytest.mark.thorough
 def test_experts_of_every_form_train_as_in_one_process(tmp_path: Path) -> None:
     torch.manual_seed(0)
     experts = {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}

@@ -112,7 +112,8 @@ OTHERS = Layouts(
 )
 
 
-@pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layouts", [FIRST, OTHERS], ids=["first", "others"])
 def test_an_optimizer_is_the_same_in_every_layout_and_goes_on_from_a_checkpoint(
     layouts: Layouts, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def curves(files: list[str], folder: str) -> list[Curve]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_is_written_trains_to_the_same_numbers_in_every_layout(tmp_path: Path, capsys) -> None:
     assert main([*PLAN, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)

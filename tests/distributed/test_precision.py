@@ -104,9 +104,8 @@ def test_what_a_family_keeps_in_float32_stays_so_and_gradients_are_summed_in_it(
         assert len(got_exact) == len(exact), layout  # under the names of the checkpoint
 
 
-@pytest.mark.parametrize(
-    "layouts", [IN_FP8, pytest.param(IN_FP8_TOO, marks=pytest.mark.thorough)], ids=["first", "others"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("layouts", [IN_FP8, IN_FP8_TOO], ids=["first", "others"])
 def test_products_in_fp8_come_to_one_loss_and_gradient_in_every_layout(
     layouts: list[tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -77,7 +77,8 @@ def test_profiled_steps_have_the_same_numbers_and_hold_together(layouts: tuple[s
         assert {event["pid"] for event in events} == {0, 1}
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe-v", pytest.param("interleaved", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved"])
 def test_profiled_steps_of_stages_with_several_chunks_tell_them_apart(schedule: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
     plain, profiled = run_ranks(2, several_chunks, model, schedule, str(tmp_path))[0]

@@ -72,6 +72,7 @@ def test_a_second_copy_changes_no_number(layout: str, tmp_path: Path) -> None:
             assert torch.allclose(exported.state_dict()[name], tensor, atol=2e-5), (task.layout, name)
 
 
+@pytest.mark.thorough
 def test_one_data_parallel_rank_needs_no_second_copy(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "llama", True)
     task = Job(model, "z3", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})

@@ -230,10 +230,8 @@ def test_a_script_for_huggingfaces_trainer_runs_with_our_imports(tmp_path: Path)
     (tmp_path / "lines.txt").write_text("the quick brown fox\n" * 40)
     files = ("--train_file", tmp_path / "lines.txt", "--validation_file", tmp_path / "lines.txt", "--block_size", 32)
     flags = ("--do_train", "--do_eval", "--max_steps", 3, "--per_device_train_batch_size", 2, "--save_steps", 0.4)
-    command = [sys.executable, ROOT / "tests/e2e/script_for_huggingface.py", "--model_name_or_path", tmp_path / "model"]
-    command += [*files, *flags, "--output_dir", tmp_path / "run"]
-    env = environment(PYTHONPATH=ROOT, HF_HOME=tmp_path / "cache")
-    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=240)
+    flags += ("--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "run")
+    done = script_on_ranks(1, ROOT / "tests/e2e/script_for_huggingface.py", *files, *flags)
     assert done.returncode == 0, done.stderr
     assert "train_samples" in done.stdout and "eval_accuracy" in done.stdout
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]

@@ -18,7 +18,7 @@ from harness.resilience.on_host.standby import TITLE, WITHOUT_DRIVER
 from harness.topology.processes import children_of, command_of
 from tests.e2e.launching import ROOT, deepspeed, environment
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 
 class Run:
@@ -111,7 +111,6 @@ def test_a_run_saves_and_stops_when_its_launcher_is_signalled(stopped: Run) -> N
     assert "\ngo on with: " in said
 
 
-@pytest.mark.thorough
 def test_it_goes_on_by_the_command_that_it_said_also_after_a_kill_and_stops_at_ctrl_c(stopped: Run) -> None:
     folder, begun = stopped.folder, stopped.steps()
     lines = stopped.said.read_text().splitlines()

@@ -192,6 +192,7 @@ def test_the_ranks_end_with_their_supervisor(runs: Runs) -> None:
     wait_until(lambda: all(map(is_gone, ranks)))
 
 
+@pytest.mark.thorough
 def test_the_launch_of_a_host_that_is_killed_is_replaced(runs: Runs) -> None:
     """Two hosts of a hostfile, which are this one: the launch of one, which has started its rank, is killed."""
     folder, process = runs["replaced"]

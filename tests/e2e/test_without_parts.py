@@ -96,12 +96,8 @@ print("DONE", *said)
 """
 
 
-FIRST = ("harness.checking",)  # asked for by all runs
-
-
-@pytest.mark.parametrize(
-    "part", [*FIRST, *(pytest.param(part, marks=pytest.mark.thorough) for part in PARTS if part not in FIRST)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", PARTS)
 def test_without_one_part_only_what_needs_it_is_refused(part: str, tmp_path: Path) -> None:
     copy_core(tmp_path, (part,))
     done = python(tmp_path, "-c", EACH, part)

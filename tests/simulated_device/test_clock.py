@@ -5,8 +5,6 @@ Each number is the time of a step minus that of the same step with infinitely fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.simulated_device.timing import Timed, timed_all
 from tests.support.training import Job, tiny_model
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 BUCKET = 40_000  # elements: about a decoder layer
 MICRO_BATCHES = 4
@@ -34,55 +32,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero-3": zero(3, stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=BUCKET, overlap_comm=True),
     **{schedule: {"pipeline": {"stages": 2, "schedule": schedule}} for schedule in SCHEDULES},
 }
-FIRST = ("1f1b",)
-"""Those that are timed in the first launch; in the second all others, which differ from them in little."""
 LENGTHS = {"zero-1": 4}
 """Of the samples: the first forward pass takes longer than all new weights in float32, which it hides."""
 LAYERS = {"zero-1": 8}
 """Of the model: the update of the other layers takes longer than the weights of the first one, which it hides."""
-Steps = Callable[[str], list[Timed]]
-
-
-def of_configs(*names: str) -> pytest.MarkDecorator:
-    """Have a test try each of these configs, those of the second launch in thorough runs alone."""
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.thorough) for name in names]
-    )
+Steps = dict[str, list[Timed]]
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """By config, the steps of both ranks."""
 
-    @cache
-    def launched(names: tuple[str, ...]) -> dict[str, list[Timed]]:
-        folder = tmp_path_factory.mktemp("clock")
-        layers = {name: LAYERS.get(name, 6) for name in names}
-        models = {n: tiny_model(folder / f"llama-{n}", "llama", False, num_hidden_layers=n) for n in {*layers.values()}}
-        layouts = (
-            "pp2z0" if name in SCHEDULES else f"dp2z{CONFIGS[name]['zero_optimization']['stage']}" for name in names
-        )
-        jobs = [
-            (Job(models[layers[name]], layout, CONFIGS[name]), LENGTHS.get(name, 1))
-            for name, layout in zip(names, layouts, strict=True)
-        ]
-        ranks = run_ranks(2, timed_all, jobs, str(folder), timeout_s=400)
-        return {name: list(pair) for name, *pair in zip(names, *ranks, strict=True)}
-
-    others = tuple(name for name in CONFIGS if name not in FIRST)
-    return lambda name: launched(FIRST if name in FIRST else others)[name]
+    folder = tmp_path_factory.mktemp("clock")
+    layers = {name: LAYERS.get(name, 6) for name in CONFIGS}
+    models = {n: tiny_model(folder / f"llama-{n}", "llama", False, num_hidden_layers=n) for n in {*layers.values()}}
+    layouts = {
+        name: "pp2z0" if name in SCHEDULES else f"dp2z{config['zero_optimization']['stage']}"
+        for name, config in CONFIGS.items()
+    }
+    jobs = [
+        (Job(models[layers[name]], layouts[name], config), LENGTHS.get(name, 1)) for name, config in CONFIGS.items()
+    ]
+    ranks = run_ranks(2, timed_all, jobs, str(folder), timeout_s=400)
+    return {name: list(pair) for name, *pair in zip(CONFIGS, *ranks, strict=True)}
 
 
-@of_configs(*CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_all_ranks_have_one_clock(name: str, steps: Steps) -> None:
-    first, second = steps(name)
+    first, second = steps[name]
     assert first.linked.length == pytest.approx(second.linked.length, rel=1e-5)
     assert first.linked.length > first.unlinked.length
 
 
-@of_configs("zero-1", "zero-1 bf16")
+@pytest.mark.parametrize("name", ["zero-1", "zero-1 bf16"])
 def test_zero_1_shows_of_all_that_it_sends_the_last_reduction_at_most(name: str, steps: Steps) -> None:
-    timed = steps(name)[0]
+    timed = steps[name][0]
     reductions, gathers = timed.linked.messages("reduce_scatter"), timed.linked.messages("all_gather")
     until_norm = timed.linked.until_norm - timed.unlinked.until_norm
     # of the reductions the last one, while the means of the others are already copied
@@ -93,18 +77,17 @@ def test_zero_1_shows_of_all_that_it_sends_the_last_reduction_at_most(name: str,
     assert sum(gathers) > 2.5 * reductions[-1]
 
 
-@pytest.mark.thorough
 def test_zero_3_shows_less_than_the_gathers_of_one_forward_pass(steps: Steps) -> None:
-    timed = steps("zero-3")[0]
+    timed = steps["zero-3"][0]
     gathers, reductions = timed.linked.messages("all_gather"), timed.linked.messages("reduce_scatter")
     # the first gather cannot be prefetched, and the others take longer here than the layers before them
     assert gathers[0] < timed.exposed < 0.75 * sum(gathers)
     assert sum(reductions) > 1.9 * sum(gathers)  # those of two micro-batches are hidden
 
 
-@of_configs(*SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_wait_for_each_other_as_long_as_the_formula_says(name: str, steps: Steps) -> None:
-    ranks = [timed.unlinked for timed in steps(name)]
+    ranks = [timed.unlinked for timed in steps[name]]
     kernels = [rank.kernels_of_passes for rank in ranks]
     busy = [sum(kernel.end - kernel.start for kernel in each) for each in kernels]
     length = max(each[-1].end for each in kernels) - min(each[0].start for each in kernels)
@@ -115,8 +98,8 @@ def test_stages_wait_for_each_other_as_long_as_the_formula_says(name: str, steps
     assert length > slowest
 
 
-@of_configs(*SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_between_stages_show_no_more_than_the_planner_says(name: str, steps: Steps) -> None:
-    for timed in steps(name):
+    for timed in steps[name]:
         once = max(timed.linked.messages("send"))
         assert once < timed.exposed <= 2 * once * (MICRO_BATCHES * model_chunks(2, name).per_stage + 2 - 1)

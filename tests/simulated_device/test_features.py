@@ -166,6 +166,7 @@ def test_what_a_run_can_do_in_other_layouts(tmp_path: Path) -> None:
     assert off(on_data_ranks, fused) < 2e-6  # drawn once more alike
 
 
+@pytest.mark.thorough
 def test_compressed_gradients(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "llama", "llama", False)
     bits = Run(Job(model, "dp2z0", {"gradient_compression": {"bits": 8}}), BESIDE)
@@ -176,7 +177,8 @@ def test_compressed_gradients(tmp_path: Path) -> None:
     assert found["goes on"]["losses"] == found["compressed"]["losses"][2:]  # its rounding errors were saved
 
 
-@pytest.mark.parametrize("layout", ["dp2z3", pytest.param("pp2z1", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp2z3", "pp2z1"])
 def test_fp16_learns_once_its_scale_fits(layout: str, tmp_path: Path) -> None:
     scaled = {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1, "loss_scale_window": 100}}
     run = Run(Job(tiny_model(tmp_path / "llama", "llama", False), layout, scaled), {"max_steps": 8})

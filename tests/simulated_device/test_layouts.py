@@ -116,6 +116,7 @@ def test_a_rank_that_sees_one_device_takes_it_whatever_its_local_rank(model: str
     assert wrong(jobs, curves) == []
 
 
+@pytest.mark.thorough
 def test_axes_together(tmp_path: Path) -> None:
     shared = FAMILIES["deepseek_v3"]  # a shared expert, which runs while tokens travel
     experts = tiny_model(tmp_path / "deepseek", "deepseek_v3", False, **shared)

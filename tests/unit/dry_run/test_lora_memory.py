@@ -38,9 +38,13 @@ TOKENS = 256
 @pytest.mark.parametrize(
     ("targets", "sections", "ranks", "bits"),
     [
-        pytest.param(["q_proj", "v_proj"], {}, 1, None, id="two layers", marks=pytest.mark.thorough),
+        pytest.param(["q_proj", "v_proj"], {}, 1, None, id="two layers"),
         pytest.param(["all-linear"], {}, 1, False, id="4 bits", marks=pytest.mark.thorough),
-        pytest.param(["all-linear"], {"pipeline": {"activation_checkpoint_interval": 1}}, 1, True, id="recomputed"),
+        pytest.param(
+            *(["all-linear"], {"pipeline": {"activation_checkpoint_interval": 1}}, 1, True),
+            id="recomputed",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             ["all-linear"], {"tensor_parallel": {"autotp_size": 2}}, 2, None, id="tensor", marks=pytest.mark.thorough
         ),

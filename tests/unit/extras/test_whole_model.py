@@ -117,9 +117,9 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     [
         ("gemma3", torch.bfloat16),
         ("llava", torch.float32),
-        ("mllama", torch.float32),
-        ("emu3", torch.float32),
-        ("qwen2_5_vl", torch.float32),
+        pytest.param("mllama", torch.float32, marks=pytest.mark.thorough),
+        pytest.param("emu3", torch.float32, marks=pytest.mark.thorough),
+        pytest.param("qwen2_5_vl", torch.float32, marks=pytest.mark.thorough),
         ("qwen3_vl_moe", torch.float32),
     ],
 )

@@ -69,9 +69,9 @@ def steps_of(trainer: Trainer) -> list[dict[str, float]]:
     [
         pytest.param("dpo", 2, 0, {"beta": 0.3, "smoothing": 0.1}, id="dpo"),
         pytest.param("dpo", 1, 3, {}, id="dpo-zero3", marks=pytest.mark.thorough),
-        pytest.param("ipo", 4, 1, {"beta": 0.5}, id="ipo"),
+        pytest.param("ipo", 4, 1, {"beta": 0.5}, id="ipo", marks=pytest.mark.thorough),
         pytest.param("simpo", 2, 2, {"beta": 2.0, "gamma": 1.0}, id="simpo"),
-        pytest.param("orpo", 1, 0, {"beta": 0.2}, id="orpo"),
+        pytest.param("orpo", 1, 0, {"beta": 0.2}, id="orpo", marks=pytest.mark.thorough),
         pytest.param("kto", 2, 0, {"beta": 0.5, "desirable": 1.5, "undesirable": 0.5}, id="kto"),
     ],
 )

@@ -133,7 +133,7 @@ def packed(*lengths: int) -> dict[str, list[int]]:
     [
         ([16] * 4, {}, [1, 1, 1, 1]),
         ([6, 9, 14, 20, 25, 31], {}, [1, 2, 2, 2, 2, 2]),
-        ([6, 9, 14, 20], {"gradient_checkpointing": True}, [1, 2, 2, 2]),
+        pytest.param([6, 9, 14, 20], {"gradient_checkpointing": True}, [1, 2, 2, 2], marks=pytest.mark.thorough),
         ([16] * 4, {"eval_steps": 2}, [1, 1, 2, 2]),
     ],
     ids=["one-length", "lengths", "checkpointing", "evaluation"],
@@ -156,6 +156,7 @@ def test_options_of_the_config_act(options: dict[str, Any], graphs: list[int], t
 
 
 @pytest.mark.usefixtures("never_split")
+@pytest.mark.thorough
 def test_the_compiler_gets_the_mode_and_a_whole_graph_is_demanded(tmp_path: Path) -> None:
     modes: list[object] = []
 
