@@ -12,11 +12,11 @@ from harness.arguments import TrainingArguments
 from harness.arguments.words import value_of
 from harness.command_line import parse
 from harness.command_line.fewer_ranks import KINDS
-from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.installed import read_run_config
 from harness.preflight import check_inputs
+from harness.resilience.options import usable_file
 from harness.resilience.script import Script
 from harness.topology.env import LaunchEnv
 

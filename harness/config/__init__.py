@@ -11,11 +11,4 @@ from harness.config.resolving.resolved import Filled, Resolved
 from harness.config.values.arguments import AutoValues
 from harness.errors import UserError
 
-__all__ = [
-    "AutoValues",
-    "ConfigCheck",
-    "Filled",
-    "Resolved",
-    "UserError",
-    "resolve",
-]
+__all__ = ["AutoValues", "ConfigCheck", "Filled", "Resolved", "UserError", "resolve"]

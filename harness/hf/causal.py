@@ -22,23 +22,12 @@ from harness.errors import UserError
 from harness.hf.adapters import Adapters, plain_name
 from harness.hf.context.plan import UNSPLIT, TokenSplit
 from harness.hf.context.sequence import SharedSequence
-from harness.hf.decoder import (
-    Blueprint,
-    decoder_layers,
-    embedding_noise,
-    unequal_shares,
-)
+from harness.hf.decoder import Blueprint, decoder_layers, embedding_noise, unequal_shares
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.routers import FindRouters, RouterCapture
 from harness.hf.layers.attention import on_any_device
 from harness.hf.locate import PLANS
-from harness.hf.skeleton import (
-    ModelSource,
-    build_skeleton,
-    foreign_modules,
-    too_few_key_heads,
-    with_key_per_head,
-)
+from harness.hf.skeleton import ModelSource, build_skeleton, foreign_modules, too_few_key_heads, with_key_per_head
 from harness.hf.weights.conversion import (
     CheckpointFormat,
     ParameterRef,
@@ -85,11 +74,7 @@ def layer_costs(
     experts = experts_of(config.get_text_config(decoder=True).to_dict())
     first, *middle, last = (_weights(modules, *experts) for modules in layers)
     return [
-        LayerCost(
-            matmul_parameters=first.matrices,
-            lookup_width=first.lookup_width,
-            vector_parameters=first.vectors,
-        ),
+        LayerCost(matmul_parameters=first.matrices, lookup_width=first.lookup_width, vector_parameters=first.vectors),
         *(
             LayerCost(
                 matmul_parameters=weights.matrices,
@@ -116,6 +101,7 @@ def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
 
     Of a tensor that stacks the matrices of `experts` experts, only `chosen` experts count: a token uses no others.
     """
+    # By class, as a head has a matrix of the same shape: its product costs time, a look-up hardly any.
     tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
     rest = [p for module in modules for p in module.parameters() if id(p) not in looked_up]
@@ -133,6 +119,7 @@ def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
 def _attention_width(config: PretrainedConfig, index: int) -> int:
     """Return attention heads x head size of decoder layer `index`; 0 if the config does not state them."""
     text = config.get_text_config(decoder=True)
+    # The length of this list is `num_hidden_layers`: transformers raises if the config has another name for it.
     layers = getattr(text, "per_layer_config", None) if hasattr(text, "num_hidden_layers") else None
     text = layers[index] if layers and index < len(layers) else text
     heads = getattr(text, "num_attention_heads", None)
@@ -152,12 +139,14 @@ def dtypes_in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> tuple[froze
     in_fp32 = _kept(model, parameters, dtype)
     try:
         built = build_skeleton(model.config, dtype)
-    except UserError:  # the user's own class, which transformers cannot build from a config
+    except UserError:
+        # A class of the user's own, which transformers cannot build from a config.
         return in_fp32, {}
     made = {name: tensor.dtype for name, tensor in (*built.named_parameters(), *built.named_buffers())}
     in_fp32 |= {name for name in parameters if made.get(plain_name(name)) == torch.float32}
     names = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
     buffers = {name: made[plain_name(name)] for name in names if plain_name(name) in made}
+    # The declaration acts while a file is loaded, so it does not reach buffers that no file has.
     kept = _kept(model, buffers.keys() & model.state_dict().keys(), dtype)
     return in_fp32, buffers | dict.fromkeys(kept, torch.float32)
 
@@ -206,11 +195,6 @@ class CausalModel:
     loss_tiles: LossTiles | None = None
 
     @property
-    def context(self) -> ContextParallel | None:
-        """This rank's place among the context ranks, if there are any; the logits are those of its shard."""
-        return self.apart.context
-
-    @property
     def layer_names(self) -> list[str]:
         """Class names of the pipeline layers, for `pipeline.partition` type:REGEX."""
         return ["Prologue", *(type(layer).__name__ for layer in self.outer.layers), "Epilogue"]
@@ -233,11 +217,7 @@ class CausalModel:
 
     def _modules(self) -> list[list[nn.Module]]:
         outer = self.outer
-        return [
-            list(outer.prologue.values()),
-            *([layer] for layer in outer.layers),
-            list(outer.epilogue.values()),
-        ]
+        return [list(outer.prologue.values()), *([layer] for layer in outer.layers), list(outer.epilogue.values())]
 
 
 def assemble(
@@ -285,7 +265,7 @@ def assemble(
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, routers)
-    outer.uses_rng |= noise is not None
+    outer.uses_rng |= noise is not None  # a hook, which the analysis of the model's own forward does not see
     _cast_buffers(model, buffers)
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
@@ -329,6 +309,7 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
     """Cast buffers outside the pipeline layers, such as rotary tables, to the dtypes given by name."""
+    # Only now, as the analysis of the forward ran in fp32. Those on meta belong to pipeline layers.
     for path, module in model.named_modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             kind = dtypes.get(f"{path}.{key}" if path else key, buffer.dtype)
@@ -344,10 +325,13 @@ def _examine(
         source.prepare(model)
     # Find the head first: `OuterForward` replaces it by a placeholder.
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
-    with on_any_device(model):  # the analysis runs in fp32 and on meta, where flash-attention cannot run
+    # The analysis runs in fp32 and on meta, where flash-attention cannot run.
+    with on_any_device(model):
         try:
+            # In memory a user may have changed buffers that `_init_weights` would compute otherwise.
             outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         except UserError as error:
+            # `analyze` chains the error of a forward that fails; a model that cannot be cut has no cause.
             does_not_run = error.__cause__ is not None
             if does_not_run and (changed := with_key_per_head(source.config)) is not None:
                 raise too_few_key_heads(source.config, changed) from error
@@ -367,9 +351,11 @@ def _computing_apart(
     blueprint = replace(blueprint, sequence=_shared_sequence(outer, tensor, apart))
     if not apart.is_any:
         return blueprint
-    assert plan.sharded_layers is not None and plan.tiling is not None  # as of every plan that a trial has made
+    # As of every plan that a trial has made.
+    assert plan.sharded_layers is not None and plan.tiling is not None
     shares = apart.context is not None or apart.attention_tile > 0
-    if not plan.whole:  # a rank that computes all tokens needs whole masks
+    # A rank that computes all tokens needs whole masks.
+    if not plan.whole:
         outer.mask_queries = apart.attention_tile
     return replace(
         blueprint,
@@ -390,9 +376,11 @@ def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: 
         )
     group = None if tensor is None else tensor.group
     context = apart.context
+    # The layer that runs on a shard also cuts queries into tiles: here its shard is the whole sequence.
     if context is None and apart.attention_tile:
         context = ContextParallel()
-    if apart.plan.whole:  # then only the epilogue works on a shard
+    # Then only the epilogue works on a shard.
+    if apart.plan.whole:
         context = None
     return SharedSequence(group, context or ContextParallel()) if group is not None or context is not None else None
 

@@ -122,12 +122,13 @@ class Blueprint:
     def schema(self) -> PayloadSpec:
         """The tensors that layers pass on: the states that the model's forward needs, and router logits."""
         schema = self.outer.schema
-        if self.capture is not None:
-            depth = len(self.outer.layers)
-            for index in sorted(self.capture.layers):
-                state = CarriedTensor(name=self.capture.state_name(index), made=index, used=depth)
-                schema = schema.with_state(state)
-        return schema
+        if self.capture is None:
+            return schema
+        depth = len(self.outer.layers)
+        # Sorted, because a set's order may differ between ranks, and names are never sent.
+        logits = [(self.capture.state_name(index), index) for index in sorted(self.capture.layers)]
+        carried = (CarriedTensor(name=name, made=index, used=depth) for name, index in logits)
+        return replace(schema, states=(*schema.states, *carried))
 
 
 class ModelLayer(nn.Module):
@@ -160,11 +161,8 @@ class ModelLayer(nn.Module):
         self.sequence = blueprint.sequence
 
     def __call__(self, value: Value) -> Value:
-        """Run the layer with each tensor as its own argument.
-
-        torch's backward hooks ignore tensors inside a tuple, so ZeRO-3 would reduce a leaf module's gradients before
-        they exist.
-        """
+        # torch's backward hooks ignore tensors inside a tuple, so ZeRO-3 would reduce a leaf module's gradients before
+        # they exist. Hence each tensor is an argument of its own.
         output: Value = super().__call__(*value) if isinstance(value, tuple) else super().__call__(value)
         return output
 
@@ -201,6 +199,7 @@ class Prologue(ModelLayer):
 
     def forward(self, *inputs: Tensor) -> Value:
         """Return the first layer's input for ids, or ids and position ids, each [batch, sequence]."""
+        # Without a payload, as most models need none and packing it takes time on the host.
         if self.chain is not None and self.sequence is None:
             hidden = self.called(self.chain, inputs[0])
             # Copies, for the same reason as below.
@@ -238,6 +237,7 @@ class DecoderLayer(ModelLayer):
         self.is_plain = self.schema.bare and not self.schema.replayed and self.sequence is None
         captures = blueprint.capture is not None and index in blueprint.capture.layers
         self.capture = blueprint.capture if captures else None
+        # A rank draws the whole layer's dropout and keeps its shard: these widths tell where an unequal one starts.
         shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
         self.splits = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
         layer = self.get_submodule(name)
@@ -245,15 +245,18 @@ class DecoderLayer(ModelLayer):
         self.context_layer = None
         if blueprint.shard_layer is not None and self.sequence is not None and gathered is not None:
             self.context_layer = blueprint.shard_layer(layer, gathered, index, self.sequence.context)
-        # A layer that cannot run on a shard runs on all tokens on every rank.
+        # With sequence parallelism alone every layer can. Else one that cannot runs on all tokens on every rank.
         self.takes_shard = self.sequence is not None and (
             blueprint.shard_layer is None or self.context_layer is not None
         )
         self.share = None
         if self.takes_shard and self.sequence is not None and self.sequence.group is not None:
-            self.works_on_share = True  # for the analysis of gradients (`parallel/tensor/gradient_analysis.py`)
+            # For the analysis of gradients (`parallel/tensor/gradient_analysis.py`).
+            self.works_on_share = True
+            # A reduce-scatter inside these blocks would split the tokens of one tile, or of all context ranks.
             apart = [*(self.context_layer.gathered if self.context_layer else ()), *map(layer.get_submodule, tiled)]
             self.share = share_sequence(layer, self.sequence.group, apart)
+        # Last of the hooks: they need the inputs that those of `share_sequence` have joined.
         if self.context_layer is not None:
             self.context_layer.gather_blocks()
         # Tiles replace the forward itself, so the hooks above run once per block, not once per tile.
@@ -266,7 +269,7 @@ class DecoderLayer(ModelLayer):
 
     def forward(self, *value: Tensor) -> Value:
         """Return the next layer's input. The hidden state [batch, sequence, width] comes first in both."""
-        # Only the hidden state is passed on, without even position ids.
+        # Only the hidden state is passed on, without even position ids: as in `Prologue`, without a payload.
         if self.is_plain and len(value) == 1:
             (hidden,) = value
             shape = HiddenShape(hidden.shape[0], hidden.shape[1], hidden.dtype)
@@ -383,7 +386,8 @@ class Epilogue(ModelLayer):
             payload = self._joined(self.sequence, payload)
         elif self.context is not None and self.takes_shard:
             # Every rank has computed all tokens in all layers, so each takes its own here.
-            payload = replace(payload, hidden=self.context.own(payload.hidden), states={}, tokens=None)
+            # Without ids, which are those of all tokens, as the epilogue was tried on a shard.
+            payload = replace(payload, hidden=self.context.own(payload.hidden), tokens=None)
         if self.tiles is not None and self.tiles.loss is not None:
             total = self.tiles.sum(
                 payload.hidden, lambda hidden: self._logits(replace(payload, hidden=hidden, tokens=None))
@@ -410,6 +414,7 @@ class Epilogue(ModelLayer):
         """Return the logits of the tokens in `payload` and the router loss of all tokens."""
         assert self.capture is not None
         taken = [payload.states[self.capture.state_name(index)] for index in sorted(self.capture.layers)]
+        # The loss is not linear in the tokens: it multiplies means over all of them.
         if rows is not None:
             taken = [torch.stack([rows.join(logits) for logits in layer]) for layer in taken]
         return self.capture.finish(self.outer.model, taken, partial(self._left, payload))
@@ -491,8 +496,10 @@ def find_ties(outer: OuterForward) -> list[Tie]:
 
 def _leaves(outer: OuterForward, index: int, tiled: Collection[str]) -> list[str]:
     """Return the names of the modules that ZeRO-3 must gather as a unit in layer `index`, including `tiled` blocks."""
+    # A block is called once per tile, so as in the epilogue it is one leaf, and leaves inside of it are none.
     found = {name for name in outer.facts.zero3_leaves(index) if not any(name.startswith(f"{b}.") for b in tiled)}
-    if "" not in found:  # the layer itself
+    # Unless the layer itself is a leaf, where ZeRO-3 does not look further.
+    if "" not in found:
         found |= set(tiled)
     return [f"{outer.layer_names[index]}.{name}".rstrip(".") for name in sorted(found)]
 

@@ -52,9 +52,3 @@ def model_directory(name: str, flag: str = MODEL.flag) -> Path:
     require_regular_files(directory)
     require_countable(content, str(config))
     return directory
-
-
-def plan_file(model_type: str) -> Path | None:
-    """Return the packaged tensor-parallel plan of a family that declares none, or None."""
-    path = PLANS / f"{model_type}.json"
-    return path if path.is_file() else None

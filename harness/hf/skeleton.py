@@ -68,7 +68,8 @@ def require_plain(model: PreTrainedModel) -> None:
             raise UserError(f"{name} is already distributed over ranks: give a model that is complete on every rank")
         if parameter.is_meta:
             raise UserError(f"{name} has no values (it is on the meta device): load the model without device_map")
-    if "_loss_function" in vars(model):  # where transformers keeps it
+    # Where transformers keeps one that was set.
+    if "_loss_function" in vars(model):
         raise UserError(
             f"this {type(model).__name__} has a loss_function of its own, which training would not call: give the "
             "Trainer a loss_fn or compute_loss_func"
@@ -91,7 +92,8 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
         skeleton = copy.deepcopy(model, memo)
     except Exception as error:  # a user's module may hold anything
         raise UserError(f"this {type(model).__name__} cannot be copied: {error}") from error
-    skeleton.config.use_cache = False  # keys and values of earlier calls are for generation alone
+    # Keys and values of earlier calls are for generation alone.
+    skeleton.config.use_cache = False
     if getattr(skeleton.config, "output_router_logits", False):
         skeleton.config.output_router_logits = False
     wanted = attention_of(config)
@@ -127,12 +129,14 @@ def forget_broken_ties(model: PreTrainedModel) -> None:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
+    # The run's dtype is given when a layer is materialised.
     kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=kind, device="meta")
 
 
 def _is_harmless(hook: object) -> bool:
-    function = getattr(hook, "func", hook)  # of a functools.partial
+    # The function of a functools.partial.
+    function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", "")).partition(".")[0] in HARMLESS
 
 
@@ -209,7 +213,8 @@ def read_source(name: str) -> ModelSource:
             f"{directory / 'config.json'}: the weights are quantized: dequantize them and save the model again"
         )
     config = text_decoder(config)
-    causal_class(config)  # a text decoder that was trained from its whole model is read again
+    # Registers the class of a text decoder that was trained from its whole model, and is now read again.
+    causal_class(config)
     weights = directory.absolute() if has_weights(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=_read_generation(directory))
 
@@ -227,7 +232,8 @@ def _read_generation(directory: Path) -> GenerationConfig | None:
 def _reason(error: Exception) -> str:
     """Return the first line of transformers' message about a config, plus the second if the first ends in ":"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if isinstance(error, KeyError):  # its text is only the key
+    # Its text is only the key.
+    if isinstance(error, KeyError):
         return f"KeyError: {lines[0]}"
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
@@ -256,7 +262,8 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
         "unchanged"
     )
     text = copy.deepcopy(text)
-    if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some configs leave it to their parts
+    # Some configs leave it to their parts.
+    if (tied := getattr(config, "tie_word_embeddings", None)) is not None:
         text.tie_word_embeddings = tied
     return text
 

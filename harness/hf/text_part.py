@@ -33,7 +33,8 @@ class TextDecoder(PreTrainedModel, GenerationMixin):
         """Return logits [batch, sequence, vocabulary] of ids [batch, sequence]."""
         kept = cast("int", options.pop("logits_to_keep", 0))
         output = self.model(input_ids, attention_mask=attention_mask, **options)
-        logits = self.lm_head(output.last_hidden_state[:, -kept:])  # 0, the default, keeps all: -0 is 0
+        # 0, the default, keeps all: -0 is 0.
+        logits = self.lm_head(output.last_hidden_state[:, -kept:])
         logits = logits * getattr(self.config, "output_multiplier", 1) / getattr(self.config, "logits_scaling", 1)
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 from harness.command_line.other_programs import other_programs
 from harness.config.values.json_object import JsonObject
-from harness.config.values.paths import usable_file
+from harness.config.values.paths import usable_path
 from harness.errors import UserError
 from harness.resilience.hostfile import MOST_SLOTS
 from harness.topology.env import inherited
@@ -230,6 +230,14 @@ def add_launch_flags(parser: argparse._ActionsContainer, *, of_any_script: bool 
     for names, takes in other_programs().ignored_by_launch.items():
         ignored = {"action": Boolean} if takes == "true or false" else {"choices": None if takes == "any" else takes}
         parser.add_argument(*names, dest=IGNORED, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **ignored)
+
+
+def usable_file(text: str) -> bool:
+    """Return whether a path is that of a file."""
+    try:
+        return usable_path(text).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def is_host(name: str) -> bool:

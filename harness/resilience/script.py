@@ -19,9 +19,8 @@ from harness.checkpoint.integrity import newest_whole
 from harness.command_line import expanded, parse
 from harness.command_line.fewer_ranks import KINDS, on_fewer_ranks
 from harness.config import ConfigCheck
-from harness.config.values.paths import usable_file
 from harness.errors import UserError
-from harness.resilience.options import TRAIN
+from harness.resilience.options import TRAIN, usable_file
 from harness.topology.layout import Layout
 
 

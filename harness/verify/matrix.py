@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.hf.locate import MODELS, plan_file
+from harness.hf.locate import MODELS, PLANS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,6 +66,12 @@ def installed_transformers() -> str:
         return version("transformers")
     except PackageNotFoundError:
         return ""
+
+
+def plan_file(model_type: str) -> Path | None:
+    """Return the packaged tensor-parallel plan of a family that declares none, or None."""
+    path = PLANS / f"{model_type}.json"
+    return path if path.is_file() else None
 
 
 def plan_digest(config_class: type[PretrainedConfig]) -> str | None:

@@ -83,11 +83,11 @@ def _refusal(causal: CausalModel, spec: EngineSpec, groups: Groups) -> tuple[flo
     if separate:
         together = partial(cut, neighbours=neighbours)
         difference = find_difference(tiny, together, tensor, groups.device, neighbours=neighbours)
-    if causal.context is not None:
-        difference = worst_of(difference, tensor, causal.context)
+    if causal.apart.context is not None:
+        difference = worst_of(difference, tensor, causal.apart.context)
         if difference is None:
             shared = partial(cut, shared=True)
-            difference = find_difference(tiny, shared, tensor, groups.device, causal.context)
+            difference = find_difference(tiny, shared, tensor, groups.device, causal.apart.context)
     if difference is None:
         equal = sorted(causal.unequal - unequal)
         untried = f"the ranks hold unequal shares of {equal[0]}, but equal ones in the tiny copy" if equal else None

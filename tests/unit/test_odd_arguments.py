@@ -9,8 +9,8 @@ import pytest
 
 from harness import TrainingArguments, UserError
 from harness.cli import main
-from harness.config.values.paths import usable_file, usable_path
-from harness.resilience.options import read_options
+from harness.config.values.paths import usable_path
+from harness.resilience.options import read_options, usable_file
 from harness.resilience.script import Script
 from harness.topology.env import LaunchEnv
 from harness.verb_parser import integer, positive

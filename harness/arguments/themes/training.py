@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
-from harness.config.values.arguments import (
-    BETAS,
-    BLOCK_SIZE,
-    FP8,
-    SCHEDULES,
-    AutoValues,
-    schedule_fault,
-    warmup_of,
-)
+from harness.config.values.arguments import BETAS, BLOCK_SIZE, FP8, SCHEDULES, AutoValues, schedule_fault, warmup_of
 from harness.errors import UserError
 from harness.optimizers import DEFAULT, FLAGS
 

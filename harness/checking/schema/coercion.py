@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from harness.checking.schema import Key
-from harness.config.values.coercion import as_bool, as_float, as_int
+from harness.config.values.coercion import as_bool, as_int
 from harness.config.values.layout_keys import is_regex
 from harness.wording import one_of
 
@@ -58,6 +58,22 @@ def read(key: Key, value: object, *, pydantic: bool) -> Reading:
         return Reading(converted, fault, wanted)
     wanted = " or ".join(NAMES[kind] for kind in types if kind != "null")
     return Reading(value, "choice" if "enum" in key.core and isinstance(value, str) else "type", wanted)
+
+
+def as_float(value: object) -> float | None:
+    """Return a value as pydantic's float, or None if it refuses it."""
+    if isinstance(value, str):
+        if not value.strip().isascii():
+            return None  # unlike pydantic, Python's int also reads digits of other scripts
+        # pydantic ignores single underscores between characters, but then allows no blanks around them.
+        if "_" in value:
+            if value != value.strip().strip("_") or "__" in value:
+                return None
+            value = value.replace("_", "")
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _convert(kind: str, value: object, *, lenient: bool) -> object:

@@ -229,7 +229,7 @@ class _Export:
                 for region, patch in uses[held.name]:
                     part = _within(patch, box)
                     if part is not None:
-                        self._write(region, part.start, part.lazy_view(values[_index(part.box, box)]))
+                        self._write(region, part.start, _lazy_view(part, values[_index(part.box, box)]))
 
     def write_computed(self) -> None:
         """Write the tensors computed from whole tensors; the first tensor-parallel rank gathers and writes."""
@@ -243,6 +243,18 @@ class _Export:
                 if self.groups.coordinate.dp_rank == 0 and self.groups.coordinate.tp_rank == 0:
                     values = realised(lazy.with_leaves(whole.__getitem__))
                     self._write(self.regions[name], (0,) * values.dim(), values.to(self.regions[name].entry.dtype))
+
+
+def _lazy_view(patch: TensorSlice, values: Tensor) -> Tensor:
+    """Return `values`, of the slice's box of the leaf, with dimensions in the lazy tensor's order."""
+    for missing in (axis for axis in reversed(range(len(patch.box))) if axis not in patch.axes):
+        values = values.squeeze(missing)
+    kept = [axis for axis in patch.axes if axis is not None]
+    values = values.permute([sorted(kept).index(axis) for axis in kept])
+    for dim, axis in enumerate(patch.axes):
+        if axis is None:
+            values = values.unsqueeze(dim)
+    return values
 
 
 def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:

@@ -30,8 +30,6 @@ SCHEDULES = tuple(SCHEDULE_OPTIONS)
 FP8 = ("no", "rowwise", "emulate")  # how decoder layers multiply in 8 bits
 FP8_MULTIPLE = 16  # widths in fp8 matrix products must be multiples of this
 CURVES = ("linear", "cosine", "1-sqrt")  # values of warmup_type and decay_type
-# DeepSpeed's schedules -> HuggingFace's names for them.
-SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 BETAS = ("adam_beta1", "adam_beta2")  # below 1
 LEAST = {  # the smallest allowed value of an argument; for sizes it is 1

@@ -28,19 +28,3 @@ def as_int(value: object) -> int | None:
     if isinstance(value, float):
         return int(value) if abs(value) < LARGEST_WHOLE_FLOAT and value == int(value) else None
     return int(value) if isinstance(value, int) else None
-
-
-def as_float(value: object) -> float | None:
-    """Return a value as pydantic's float, or None if it refuses it."""
-    if isinstance(value, str):
-        if not value.strip().isascii():
-            return None  # unlike pydantic, Python's int also reads digits of other scripts
-        # pydantic ignores single underscores between characters, but then allows no blanks around them.
-        if "_" in value:
-            if value != value.strip().strip("_") or "__" in value:
-                return None
-            value = value.replace("_", "")
-    try:
-        return float(value) if isinstance(value, (int, float, str)) else None
-    except (ValueError, OverflowError):
-        return None

@@ -22,15 +22,8 @@ FEED_FORWARD_TILE = "/tiling/feed_forward"
 ATTENTION_TILE = "/tiling/attention"
 """Number of tokens that the loss, feed-forward blocks and norms, or attention compute at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
-GRADIENT_BITS_CHOICES = (0, 4, 8)
 ONE_REDUCTION = "/gradient_reduction/once_per_step"
 EXPERTS = "/expert_parallel"
-EXPERT_ROUTING = (
-    *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
-    *("num_expert_groups", "num_limited_groups", "load_balance_coeff", "expert_activation"),
-)
-"""Options of DeepSpeed's AutoEP that change what a mixture of experts computes; here the model's config decides."""
-EXPERT_PARTS = "expert_tensor_parallel_size"
 TOKEN_PIECES = "/expert_parallel/token_pieces"
 # Sizes that the harness itself reads, with their smallest values: DeepSpeed accepts any value for them.
 LEAST = {

@@ -28,11 +28,3 @@ def usable_path(text: str) -> Path:
         if error.errno in IMPOSSIBLE:
             raise ValueError(IMPOSSIBLE[error.errno]) from None
     return Path(text)
-
-
-def usable_file(text: str) -> bool:
-    """Return whether a path is that of a file."""
-    try:
-        return usable_path(text).is_file()
-    except (OSError, ValueError):
-        return False

@@ -125,7 +125,8 @@ UNSPLIT = TokenSplit()
 def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules of a layer that hold parameters of at least `least` dimensions, with their names."""
     for name, child in layer.named_children():
-        if type(child) in (nn.ModuleList, nn.ModuleDict):  # a container is never called, so no hook on it would run
+        # A container is never called, so no hook on it would run.
+        if type(child) in (nn.ModuleList, nn.ModuleDict):
             yield from named_blocks(child, least, f"{prefix}{name}.")
         elif any(param.dim() >= least for param in child.parameters()):
             yield f"{prefix}{name}", child
@@ -140,13 +141,11 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
 
 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
-    """Return the tokens of this rank's shard, with their positions in the whole sequence if the model takes any.
-
-    `is_packed` is False: no layer uses masks made from these tokens. transformers looks up tokens by position, so it
-    could not make masks that keep documents apart.
-    """
+    """Return the tokens of this rank's shard, with their positions in the whole sequence if the model takes any."""
     positions = tokens.positions
     # Without positions a model counts from 0, which is wrong for every shard but the first.
     if positions is None and outer.takes_positions:
         positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)
+    # No layer uses masks made from these tokens. transformers looks up tokens by position, so it could not make masks
+    # that keep documents apart.
     return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions), is_packed=False)

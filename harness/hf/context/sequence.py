@@ -38,8 +38,6 @@ def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:
 class SharedSequence:
     """Splits and joins the hidden state between layers, where each rank holds a share of the tokens.
 
-    With unequal shares, token ids are passed on too, because only they show the length of the whole sequence.
-
     Attributes:
         group: the tensor-parallel ranks that share a shard; None: each of them has the whole shard.
         context: the context ranks, each of which has a shard.
@@ -64,6 +62,7 @@ class SharedSequence:
             tokens: the tokens of the whole sequence.
         """
         length = tokens.ids.shape[1]
+        # With unequal shares only the ids show the length of the whole sequence.
         kept = payload.tokens or (tokens if length % self.size else None)
         hidden = self.context.own(payload.hidden) if payload.hidden.shape[1] == length else payload.hidden
         return replace(payload, hidden=self.share(hidden), tokens=kept)

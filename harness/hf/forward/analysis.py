@@ -73,6 +73,7 @@ class ForwardProbe(ForwardRun):
         self.phases: defaultdict[str, set[int]] = defaultdict(set)
         # Ids below 8 are in every vocabulary.
         ids = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+        # The same draws in every probe, or a jitter would look like a dependence.
         with torch.no_grad(), own_generators(0, forward.device):
             self.tail.append(forward.run(Tokens(ids.to(forward.device)), self))
 
@@ -96,7 +97,8 @@ class ForwardProbe(ForwardRun):
                 f"{self.forward.described} does not call each of its layers once and in order, "
                 "so it cannot be split into stages"
             )
-        self.calls.append((hidden, inputs.mapped(lambda tensor: tensor)))  # a copy: layers write to mappings
+        # A copy, as layers write to mappings.
+        self.calls.append((hidden, inputs.mapped(lambda tensor: tensor)))
         self.outputs.append(self._source(hidden_name(index), index, hidden))
         further = self.forward.facts.observe(index, inputs, hidden).tensors
         self.known = {name: self._source(name, index, like) for name, like in further.items()}
@@ -107,14 +109,17 @@ class ForwardProbe(ForwardRun):
         return self._random(name, like)
 
     def _random(self, name: str, like: Tensor) -> Tensor:
+        # Not `hash`, which differs between processes: all ranks must find the same payload.
         if name in self.changed:
             return self._draw(zlib.crc32(name.encode()) + 1, like)
         tensor = self.random.get(name)
         if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
             tensor = self.random[name] = self._draw(zlib.crc32(name.encode()), like)
-        return tensor.clone()  # a forward may write in place to a module's output
+        # A forward may write in place to a module's output.
+        return tensor.clone()
 
     def _draw(self, seed: int, like: Tensor) -> Tensor:
+        # On the CPU, whose generator gives the same numbers for every device.
         generator = torch.Generator().manual_seed(seed)
         if like.is_floating_point():
             value = torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.dtype)
@@ -176,7 +181,8 @@ def _prologue(forward: PlaceholderForward, base: ForwardProbe) -> frozenset[str]
 
 def _state(name: str, made: int, last_use: dict[str, int]) -> CarriedTensor | None:
     used = last_use.get(name, -1)
-    if name == hidden_name(made):  # the next layer receives it as its hidden state
+    # The next layer receives it as its hidden state.
+    if name == hidden_name(made):
         made += 1
     return CarriedTensor(name=name, made=made, used=used) if used > made else None
 

@@ -48,10 +48,13 @@ class ChainProbe(ForwardRun):
         self._chain: list[str] | None = []
         self._prologue: list[str] | None = None
         self._made = torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device=forward.device)
+        # Draws of the forward must not advance the run's generators.
         with torch.no_grad(), own_generators(0, forward.device):
             logits = forward.run(Tokens(self._made), self)
         self._follow(logits)
-        self.chains = Chains(_fixed(self._prologue), _fixed(self._chain))
+        # An empty chain counts as none: without modules there is nothing to call.
+        prologue, epilogue = (tuple(chain) if chain else None for chain in (self._prologue, self._chain))
+        self.chains = Chains(prologue, epilogue)
 
     def module_output(self, module: str, like: Tensor, arguments: Call) -> Tensor:
         """Return a new tensor of the shape of `like` (any shape)."""
@@ -82,6 +85,7 @@ class ChainProbe(ForwardRun):
             and given.storage_offset() == made.storage_offset()
             # torch has no public names for the id of a storage without an address, nor for a tensor's version.
             and given.untyped_storage()._cdata == made.untyped_storage()._cdata  # noqa: SLF001
+            # Of a tensor made here, so any write in place came from the forward.
             and given._version == 0  # noqa: SLF001
         )
         if not same:
@@ -97,18 +101,11 @@ def find_chains(forward: PlaceholderForward) -> Chains:
         forward.model.train(mode)
         for dtype in (torch.float32, torch.bfloat16):
             probe = Chains()
-            with suppress(*CANNOT_RUN):  # a forward that cannot run with placeholders is not a chain
+            # A forward that cannot run with placeholders is not a chain.
+            with suppress(*CANNOT_RUN):
                 probe = ChainProbe(forward, dtype).chains
             found.add(probe)
     forward.model.train(training)
     prologues = {chains.prologue for chains in found}
     epilogues = {chains.epilogue for chains in found}
-    return Chains(
-        prologues.pop() if len(prologues) == 1 else None,
-        epilogues.pop() if len(epilogues) == 1 else None,
-    )
-
-
-def _fixed(chain: list[str] | None) -> Chain | None:
-    """Return the chain; None if it is empty."""
-    return tuple(chain) if chain else None
+    return Chains(prologues.pop() if len(prologues) == 1 else None, epilogues.pop() if len(epilogues) == 1 else None)

@@ -64,7 +64,10 @@ class HiddenShape:
 
 
 class InputsByShape(dict[HiddenShape, list[LayerInputs]]):
-    """The inputs of all layers by micro-batch shape; `make` is called for each new shape."""
+    """The inputs of all layers by micro-batch shape; `make` is called for each new shape.
+
+    A dict, so that a layer finds those of a known shape without a call.
+    """
 
     def __init__(self, make: Make, device: torch.device) -> None:
         super().__init__()
@@ -132,12 +135,14 @@ class OuterForward(PlaceholderForward):
     def __init__(
         self, model: PreTrainedModel, device: torch.device, buffers: Mapping[str, Tensor] = MappingProxyType({})
     ) -> None:
-        drops = has_dropout(model)  # before the layers are removed from the model
+        # Before the layers are removed from the model.
+        drops = has_dropout(model)
         super().__init__(model, device, buffers)
         self.inputs = LayerInputCache(self.make_inputs, device)
         analysis = analyze(self)
         self.schema: PayloadSpec = analysis.schema
         self.uses_rng = drops or analysis.uses_rng
+        # States are recorded in a run of the forward, so that the prologue may not skip it.
         self.chains = Chains() if self.schema.replayed else find_chains(self)
         owners = self.owners
         # A module that the forward never calls goes to the epilogue, unless it is tied to the prologue, where alone its
@@ -177,7 +182,7 @@ class OuterForward(PlaceholderForward):
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not self.schema.replayed:
             return replace(payload, hidden=hidden)
-        further = self.facts.output_spec(index).take(inputs, output)
+        further = self.facts.output_specs[index].take(inputs, output)
         states = {**payload.states, hidden_name(index - 1): payload.hidden, **further}
         return replace(payload, hidden=hidden, states=states)
 
@@ -206,7 +211,8 @@ class OuterForward(PlaceholderForward):
         """Run the forward again up to layer `index`, without the layers; return that layer's arguments."""
         if payload.tokens is None:
             raise RuntimeError("the token ids were not passed on with the hidden state")
-        with rng_of_layer(0):  # as in `enter`, so that dropout before the layers has the same mask
+        # As in `enter`, so that dropout before the layers has the same mask.
+        with rng_of_layer(0):
             reached = self.run_to_layer(payload.tokens, self._replaying(payload, index))
         return reached.hidden, reached.inputs
 
@@ -241,6 +247,7 @@ class OuterForward(PlaceholderForward):
         return made
 
     def _switch_mode(self, training: bool) -> None:
+        # `train` visits every module, in each micro-batch.
         if self.model.training != training:
             self.model.train(training)
 
@@ -254,7 +261,8 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         number = 0
         while call_name(name, number) in outputs:
             number += 1
-        outputs[call_name(name, number)] = output.clone()  # the forward may write to the original
+        # The forward may write to the original.
+        outputs[call_name(name, number)] = output.clone()
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in modules.items()]
     try:
@@ -269,7 +277,8 @@ class _Constant(nn.Module):
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
-        self.value = self.weight = value  # a forward may read the dtype of its head's weight
+        # A forward may read the dtype of its head's weight.
+        self.value = self.weight = value
 
     def forward(self, *_args: object, **_kwargs: object) -> Tensor:
         return self.value

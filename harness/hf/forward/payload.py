@@ -112,9 +112,6 @@ class PayloadSpec:
         tokens = () if payload.tokens is None else payload.tokens.tensors()
         return (payload.hidden, *states, *tokens) if states or tokens else payload.hidden
 
-    def with_state(self, state: CarriedTensor) -> PayloadSpec:
-        return replace(self, states=(*self.states, state))
-
 
 def hidden_name(index: int) -> str:
     """Return the name of layer `index`'s hidden state if a layer after the next one reads it too."""

@@ -125,7 +125,8 @@ class AttributeProxy(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["original"] = original  # not registered: its parameters are not ours
+        # Not registered: its parameters are not ours.
+        self.__dict__["original"] = original
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -257,6 +258,8 @@ class PlaceholderForward:
         buffers: name -> values of buffers outside the layers that differ from those that the model computes itself.
 
     Attributes:
+        described: the model's name in messages.
+        takes_positions: whether the forward has an argument `position_ids`.
         stack: the name of the list of the model's decoder layers, e.g. `model.layers`.
         layers: the model's decoder layers that text reaches, in order, on the meta device.
         layer_names: their names in the model, e.g. `model.layers.0`.
@@ -271,8 +274,12 @@ class PlaceholderForward:
         self.model = model
         self.device = device
         self.config = model.config
+        self.described = f"model type {model.config.model_type!r}"
+        # Here once, as a look at the signature in every micro-batch would take time on the host.
+        self.takes_positions = takes_positions(model)
         self.stack = find_stack(model)
         self.owners = parameter_owners(model, self.stack)
+        # The placeholders are called within `forward` alone, which sets it.
         self._run: ForwardRun | None = None
         self._placeholders: dict[str, PlaceholderModule] = {}
         self.mask_queries = 0  # queries for which masks are made at a time; 0: all
@@ -321,15 +328,6 @@ class PlaceholderForward:
             return {name: layer for name, layer in every if reached and name not in reached}
         return {}
 
-    @property
-    def described(self) -> str:
-        """Name of the model in messages."""
-        return f"model type {self.config.model_type!r}"
-
-    @property
-    def takes_positions(self) -> bool:
-        return takes_positions(self.model)
-
     def run(self, tokens: Tokens, run: ForwardRun) -> Tensor:
         """Run the model's forward with the placeholders of `run`; return the logits [batch, sequence, vocabulary]."""
         logits: Tensor = self.forward(tokens, run).logits
@@ -374,21 +372,17 @@ class PlaceholderForward:
                 put(self.model, name, self._placeholders[name])
 
     def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> LayerOutput:
-        """Return what the placeholder of layer `index` returns."""
-        run = self._running()
+        run = self._run
+        assert run is not None
+        # Before the rest: a probe sets `run.known` in it.
         result = run.handler(index, inputs, hidden)
         spec = self.facts.observe(index, inputs, hidden)
         spec.affect(inputs, run.known)
         return spec.output(result, run.known)
 
     def _at_module(self, name: str, like: Tensor, arguments: Call) -> Tensor:
-        """Return what the placeholder of a module outside the layers returns."""
-        return self._running().module_output(name, like, arguments)
-
-    def _running(self) -> ForwardRun:
-        if self._run is None:
-            raise RuntimeError("a placeholder was called outside a run of the model's forward")
-        return self._run
+        assert self._run is not None
+        return self._run.module_output(name, like, arguments)
 
 
 def _revive_buffers(model: PreTrainedModel, stack: str, device: torch.device, values: Mapping[str, Tensor]) -> None:
@@ -397,12 +391,14 @@ def _revive_buffers(model: PreTrainedModel, stack: str, device: torch.device, va
         inside = name == stack or name.startswith(stack + ".")
         if inside or has_own_parameters(module) or not any(True for _ in module.buffers(recurse=False)):
             continue
-        # Their values were lost on meta, and those that are not persistent are in no checkpoint.
+        # Their values were lost on meta, and those that are not persistent are in no checkpoint. Not recursive: a child
+        # may hold parameters, which stay on meta.
         module.to_empty(device=device, recurse=False)
         with torch.no_grad():
             _model_around(model, name)._init_weights(module)  # noqa: SLF001  # it fills buffers too
             for key, buffer in module.named_buffers(name, recurse=False):
-                if key in values and values[key].dtype == buffer.dtype:  # a half-precision copy has lost digits
+                # A half-precision copy has lost digits.
+                if key in values and values[key].dtype == buffer.dtype:
                     buffer.copy_(values[key])
 
 

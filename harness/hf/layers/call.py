@@ -76,7 +76,8 @@ def same(a: object, b: object) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    if a is b:  # comparing values would wait for the device
+    # Comparing values would wait for the device.
+    if a is b:
         return True
     # For torch.equal, NaN differs from NaN.
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))

@@ -71,7 +71,8 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
             inputs.apply(zeros, hidden)
         return drawn.shapes
 
-    with own_generators(0, hidden.device):  # the layer's draws must not advance the run's generators
+    # The layer's draws must not advance the run's generators.
+    with own_generators(0, hidden.device):
         return dry_run(layer, inputs.mapped(cast), cast(hidden), run)
 
 
@@ -79,13 +80,13 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
 def _any_experts(layer: nn.Module, implementation: str) -> Iterator[None]:
     """Within this context, make transformers' experts run by `implementation`, which takes any width and dtype.
 
-    "batched_mm" needs no values, "eager" takes little memory. Afterwards the attributes of all modules are restored,
-    because a layer may have cached a table that is on meta.
+    "batched_mm" needs no values, "eager" takes little memory.
     """
     before = [(module, dict(vars(module))) for module in layer.modules()]
     configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
     kinds = [(config, getattr(config, "_experts_implementation", None)) for config in configs]
-    chosen = {id(config): (config, kind) for config, kind in kinds if kind is not None}  # modules share configs
+    # By id, as modules share configs.
+    chosen = {id(config): (config, kind) for config, kind in kinds if kind is not None}
     for config, _ in chosen.values():
         run_experts_by(config, implementation)
     try:
@@ -93,6 +94,7 @@ def _any_experts(layer: nn.Module, implementation: str) -> Iterator[None]:
     finally:
         for config, kind in chosen.values():
             run_experts_by(config, kind)
+        # A layer may have cached a table that is on meta.
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
@@ -112,9 +114,9 @@ def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
-    """Return zeros. On the CPU they take no memory until they are written to: the system assigns pages only then."""
     size = prod(like.shape) * like.dtype.itemsize
     if device != CPU or not size:
         return torch.zeros_like(like, device=device)
+    # Anonymous memory takes no pages until it is written to, however large the layer.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)

@@ -213,7 +213,8 @@ class _Watch:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.layer = copy.deepcopy(layer).to(META)  # buffers may be real
+        # Buffers may be real.
+        self.layer = copy.deepcopy(layer).to(META)
         self.calls: Counter[str] = Counter()
         self.reads: dict[str, list[tuple[str, ...]]] = {}
         self.looked_at_values: set[str] = set()
@@ -291,32 +292,32 @@ class LayerFacts:
     Args:
         layers: the decoder layers, whole and on the meta device.
         names: their names in the model.
+
+    Attributes:
+        output_specs: index of an observed layer -> its outputs besides the hidden state.
     """
 
     def __init__(self, layers: Sequence[nn.Module], names: Sequence[str]) -> None:
         self._layers = layers
         self._names = names
-        self._output_specs: dict[int, LayerOutputSpec] = {}
+        self.output_specs: dict[int, LayerOutputSpec] = {}
         self._output_specs_by_kind: dict[Hashable, LayerOutputSpec] = {}
         self._examples: dict[Hashable, tuple[LayerInputs, Tensor]] = {}
         self._leaves: dict[Hashable, frozenset[str]] = {}
         self._drawn_shapes: dict[tuple[int, torch.Size], list[torch.Size]] = {}
 
-    def output_spec(self, index: int) -> LayerOutputSpec:
-        """Return the outputs of layer `index` besides the hidden state; it must have been observed."""
-        return self._output_specs[index]
-
     def observe(self, index: int, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
         """Return the outputs of layer `index` besides `hidden` [batch, sequence, width], found at its first call."""
-        if index not in self._output_specs:
+        if index not in self.output_specs:
             layer = self._layers[index]
             name = self._names[index]
-            kind = kind_of(layer)  # run once per kind: a layer that reads values takes a second
+            # Run once per kind, as a layer that reads values takes a second.
+            kind = kind_of(layer)
             if kind not in self._output_specs_by_kind:
                 self._output_specs_by_kind[kind] = output_spec_of(name, layer, inputs, hidden)
                 self._examples[kind] = inputs, hidden
-            self._output_specs[index] = self._output_specs_by_kind[kind].renamed(name)
-        return self._output_specs[index]
+            self.output_specs[index] = self._output_specs_by_kind[kind].renamed(name)
+        return self.output_specs[index]
 
     def drawn_shapes(self, index: int, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
         """Return the shapes of the uncut layer `index`'s random numbers for `hidden` [batch, sequence, width]."""
@@ -330,6 +331,7 @@ class LayerFacts:
         layer = self._layers[index]
         kind = kind_of(layer)
         if kind not in self._leaves:
+            # Of the same kind, so equal in all but values, which meta does not have.
             inputs, hidden = self._examples[kind]
             inputs = inputs.mapped(lambda tensor: tensor.to(META))
             hidden = hidden.to(META)

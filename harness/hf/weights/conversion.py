@@ -32,7 +32,8 @@ from harness.hf.weights.tensor_files import StoredTensors, open_tensors
 if TYPE_CHECKING:
     from transformers.utils.loading_report import LoadStateDictInfo
 
-DEFAULT_FILE_BYTES = 50 * 10**9  # size at which `save_pretrained` begins another file
+# The size at which `save_pretrained` begins another file.
+DEFAULT_FILE_BYTES = 50 * 10**9
 
 
 class Unconverted(UserError):
@@ -107,7 +108,8 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     present = frozenset(found)
     untied = _tie(found, model)
     info.missing_keys = {name for name in info.missing_keys if name not in found}
-    loaded._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  # drops the names that the model's class ignores
+    # Drops the names that the model's class ignores.
+    loaded._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001
     _refuse(directory, names.values(), info, model)
     _refuse_quantized(directory, found, model)
     if info.unexpected_keys:
@@ -172,9 +174,11 @@ def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str
     if not found:
         return None
     prefix = found.most_common(1)[0][0]
+    # Not inside another model: names are missing for another reason.
     if prefix == base:
         return None
-    outside = prefix.removesuffix(base)  # prefix of the modules beside the base model: the head
+    # The prefix of the modules beside the base model: of the head.
+    outside = prefix.removesuffix(base)
 
     def inner(name: str) -> str:
         if name.startswith(prefix):
@@ -195,7 +199,8 @@ def _tie(found: dict[str, LazyTensor], model: PreTrainedModel) -> tuple[str, ...
         for name in group if stored else ():
             if name not in found:
                 found[name] = found[stored[0]]
-            elif not _equal(found[name], found[stored[0]]):  # the config ties them, but the files do not
+            # The config ties them, but the files do not.
+            elif not _equal(found[name], found[stored[0]]):
                 untied.append(name)
     return tuple(untied)
 
@@ -204,6 +209,7 @@ def _equal(one: LazyTensor, other: LazyTensor) -> bool:
     """Return whether two lazy tensors have the same values, compared a few rows at a time."""
     if one is other or one.shape != other.shape:
         return one is other
+    # About a million elements: a table of embeddings may not fit in memory twice.
     rows = max(1, (1 << 20) // max(one[0].numel(), 1))
     for start in range(0, len(one), rows):
         parts = [tensor[start : start + rows] for tensor in (one, other)]
@@ -254,7 +260,8 @@ def _refuse_quantized(directory: Path, found: Mapping[str, LazyTensor], model: P
 
 def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTensor]:
     """Return stored name -> lazy tensor for a checkpoint of the model's tensors `names`."""
-    ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001  # `save_pretrained` leaves these out
+    # As `save_pretrained` does.
+    ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001
     held: dict[str, Tensor] = {
         name: LazyTensor.of(ParameterRef(name, tuple(tensor.shape), tensor.dtype))
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -288,6 +295,7 @@ def _named_as_in_files(
 def _form_of(stored: StoredTensors, tensors: Mapping[str, LazyTensor]) -> CheckpointFormat:
     """Return the form that writes `tensors` and keeps the checkpoint's own files."""
     files = {file: [name for name in names if name in tensors] for file, names in stored.files.items()}
+    # A reader finds tensors with other names only by an index of new files.
     kept = stored.indexed and set(tensors) <= set(stored.tensors)
     return CheckpointFormat(
         tensors=tensors,

@@ -85,7 +85,7 @@ def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    # a patch, unknown to the types
+    # For all modules, as a constructor makes its parameters deep inside; only in this context.
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -155,7 +155,8 @@ class Drawn:
         # Not Python's `hash`: it differs between processes.
         digest = hashlib.sha256(f"{self.seed}:{self.name}:{start}".encode()).digest()
         seed = int.from_bytes(digest[:8], "little")
-        if self.changes is None:  # a family may draw as it likes
+        # A family may draw as it likes, also by numpy.
+        if self.changes is None:
             with own_generators(seed, self.device):
                 self.draw(values)
             return values
@@ -192,7 +193,8 @@ def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple
     try:
         with recording, recording.of_init_functions():
             initialise(tensor)
-    except (RuntimeError, NotImplementedError):  # it looks at values
+    # It looks at values, which meta does not have.
+    except (RuntimeError, NotImplementedError):
         return None
     return tuple(recording.changes) if recording.complete and recording.changes else None
 
@@ -271,6 +273,7 @@ class _Recording(TorchDispatchMode):
         self, function: Callable[..., object] | None, view: Tensor, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        # Another tensor would have to be cut like the piece, and one on meta has no values to copy.
         one_by_one = all(other.numel() == 1 and not other.is_meta for other in others)
         if function is None or not view.is_contiguous() or not one_by_one:
             self.complete = False
@@ -281,7 +284,8 @@ class _Recording(TorchDispatchMode):
 
 def _storage_of(tensor: Tensor) -> int:
     """Return an id of a tensor's storage, shared by its views, even without memory."""
-    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # the public address is 0 on the meta device
+    # The public address is 0 on the meta device.
+    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
     return address
 
 

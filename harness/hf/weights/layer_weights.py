@@ -55,7 +55,7 @@ class ModelWeights(Protocol):
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Fill what the materialised `layer` holds, in the order of the files."""
+        """Fill what the materialised `layer` holds."""
         local = dict([*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()])
         values = self.values(whole, local.keys(), next(iter(local.values())).device)
         # In the order of the files, so that the disk is read sequentially.
@@ -86,10 +86,10 @@ def materialise(
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 data = torch.empty(parameter.shape, dtype=torch.float32 if keep else kind, device=device)
                 real[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                own = real[id(parameter)].__dict__  # a fake tensor keeps its device and more here
+                # A fake tensor keeps its device and more here, which must not be replaced.
+                own = real[id(parameter)].__dict__
                 own.update({key: value for key, value in parameter.__dict__.items() if key not in own})
                 if keep:
-                    # a parameter takes any attribute
                     real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]
             module.register_parameter(name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
@@ -107,7 +107,7 @@ class NoValues(ModelWeights):
         return {}
 
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Do nothing."""
+        """Leave the layer as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,8 @@ class Initialiser(ModelWeights):
         def draw(values: Tensor) -> None:
             mark_unfilled([values])
             initialise(values)
-            if is_unfilled(values):  # `_init_weights` has not touched it
+            # `_init_weights` has not touched it, so its values are the constructor's.
+            if is_unfilled(values):
                 # A parameter too large for `_constructed` comes from another model, built with its shape alone.
                 made = self._constructed
                 made = made if name in made else constructed(self.model, self.seed, values.shape)
@@ -185,7 +186,8 @@ class Initialiser(ModelWeights):
             inside = [tensor for tensor in names if tensor.startswith(path + ".")]
             if inside:
                 self._initialise(child, path, inner, inside)
-        inner._init_weights(module)  # noqa: SLF001  # the method in which a family draws its weights
+        # The method in which a family draws its weights, and fills buffers.
+        inner._init_weights(module)  # noqa: SLF001
 
     @cached_property
     def _constructed(self) -> dict[str, Tensor]:

@@ -101,17 +101,6 @@ class TensorSlice:
             view = view.unsqueeze(missing)
         return view
 
-    def lazy_view(self, values: Tensor) -> Tensor:
-        """Return `values`, of this slice's box of the leaf, with dimensions in the lazy tensor's order."""
-        for missing in (axis for axis in reversed(range(len(self.box))) if axis not in self.axes):
-            values = values.squeeze(missing)
-        kept = [axis for axis in self.axes if axis is not None]
-        values = values.permute([sorted(kept).index(axis) for axis in kept])
-        for dim, axis in enumerate(self.axes):
-            if axis is None:
-                values = values.unsqueeze(dim)
-        return values
-
 
 aten = torch.ops.aten
 
@@ -123,7 +112,8 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, patches: Sequence[TensorSlice], shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
-        make = torch.Tensor._make_wrapper_subclass  # noqa: SLF001  # as torch documents it for subclasses
+        # As torch documents it for subclasses without memory.
+        make = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
         tensor: LazyTensor = make(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         tensor.patches = tuple(patches)
         return tensor
@@ -293,6 +283,7 @@ def _slice(
     lazy: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> LazyTensor:
     first, last, _ = slice(start, end).indices(lazy.shape[dim])
+    # A box has no steps.
     if step != 1:
         return LazyTensor.of(computed(aten.slice.Tensor, (lazy, dim, start, end, step), {}))
     return _part(lazy, dim, first, max(last - first, 0))

@@ -64,6 +64,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Without a buffer: values are read where they belong.
         self._file = FileIO(path)
         self.size = os.fstat(self._file.fileno()).st_size
         weakref.finalize(self, self._file.close)
@@ -100,7 +101,8 @@ class OpenFile:
         # Reading a mapping beyond the end of its file would kill the process (SIGBUS).
         if page + length > os.fstat(descriptor).st_size:
             raise UserError(f"{self.path}: {TOO_SHORT}")
-        self.fetch(page, page + 2 * length)  # this range, and the next while this one is copied
+        # This range, and the next one while this one is copied.
+        self.fetch(page, page + 2 * length)
         try:
             mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=page)
         except OSError as error:
@@ -279,7 +281,8 @@ def open_weights_file(path: Path) -> dict[str, LazyTensor]:
         if _start(path) == POINTER:
             raise ValueError("it is a Git LFS pointer: fetch the file with `git lfs pull`")
         return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
-    except OSError as error:  # its text would repeat the path
+    # Its text would repeat the path.
+    except OSError as error:
         raise UserError(f"{path}: its tensors cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise UserError(f"{path}: its tensors cannot be read: {error}") from error
@@ -295,7 +298,8 @@ def _open_pickled(path: Path) -> dict[str, LazyTensor]:
     start = _start(path)
     if not start.startswith((ZIP, PICKLE)):
         raise ValueError("it is not a file saved by torch")
-    mapped = start.startswith(ZIP)  # files from before torch 1.6 can only be read whole
+    # Files from before torch 1.6 can only be read whole.
+    mapped = start.startswith(ZIP)
     try:
         content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:

@@ -332,7 +332,7 @@ def _require_kept(names: Set[str], spec: EngineSpec, rank: int) -> None:
 
 
 def _decoder_loss(causal: CausalModel, spec: EngineSpec, groups: Groups, own_loss: LogitsLoss | None) -> Loss:
-    ranks = causal.context or ALONE
+    ranks = causal.apart.context or ALONE
     loss: CausalLoss | LogitsLoss
     if own_loss is not None:
         loss = replace(own_loss, context=ranks)

@@ -12,9 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.errors import UserError
-from harness.hf.locate import plan_file
 from harness.verb_parser import Boolean, VerbParser, number, path_argument
-from harness.verify.matrix import CELLS, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
+from harness.verify.matrix import (
+    CELLS,
+    STORED,
+    YES,
+    Matrix,
+    installed_transformers,
+    plan_file,
+    read_matrix,
+    write_matrix,
+)
 
 DESCRIPTION = """Print what works for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same

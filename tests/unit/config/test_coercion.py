@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from harness.checking.schema import Key
-from harness.checking.schema.coercion import read
-from harness.config.values.coercion import as_bool, as_float, as_int
+from harness.checking.schema.coercion import as_float, read
+from harness.config.values.coercion import as_bool, as_int
 
 READERS = {bool: as_bool, int: as_int, float: as_float}
 ADAPTERS = {kind: TypeAdapter(kind) for kind in READERS}

@@ -34,7 +34,7 @@ def test_what_is_closed_at_a_boundary_is_opened_there(ends: Any, boundary: int, 
 
 
 def test_a_state_is_a_new_object_of_the_same_memory_at_each_boundary() -> None:
-    spec = PayloadSpec().with_state(CarriedTensor(name="a", made=-1, used=9))
+    spec = PayloadSpec(states=(CarriedTensor(name="a", made=-1, used=9),))
     state = torch.ones(2, requires_grad=True)
     payload = StagePayload(hidden=HIDDEN).with_state("a", state)
     _, sent = spec.close(3, payload)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
+from harness.checking.schema.coercion import as_float
 from harness.config.text.diagnostic import Severity
-from harness.config.values.coercion import as_float
 from harness.config.values.pointers import AUTO
 
 ZERO = "/zero_optimization"

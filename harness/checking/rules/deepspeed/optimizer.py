@@ -8,8 +8,8 @@ from harness.checking.rules import edits
 from harness.checking.rules.deepspeed.offload import offloads, uses_zenflow
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
+from harness.checking.schema.coercion import as_float
 from harness.config.text.diagnostic import Severity
-from harness.config.values.coercion import as_float
 from harness.config.values.pointers import AUTO
 from harness.optimizers import DEFAULT, OPTIMIZERS, OptimizerClass, OptimizerType, find
 from harness.spelling import nearest

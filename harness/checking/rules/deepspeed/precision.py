@@ -11,8 +11,9 @@ from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.syntax.values import show
 from harness.checking.rules.view import RunView
 from harness.checking.schema import torch_modules
+from harness.checking.schema.coercion import as_float
 from harness.config.text.diagnostic import Severity
-from harness.config.values.coercion import as_float, as_int
+from harness.config.values.coercion import as_int
 from harness.config.values.pointers import AUTO
 from harness.optimizers import DEFAULT
 from harness.spelling import nearest

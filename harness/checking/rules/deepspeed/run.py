@@ -8,11 +8,13 @@ from dataclasses import replace
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.config.text.diagnostic import Severity
-from harness.config.values.arguments import SCHEDULERS, AutoValues
+from harness.config.values.arguments import AutoValues
 from harness.config.values.batch import ARGUMENTS
 from harness.config.values.pointers import AUTO, name_of
 from harness.optimizers import FLAGS, find
 
+# DeepSpeed's schedules -> HuggingFace's names for them.
+SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 BETAS = "/optimizer/params/betas"
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.checking.schema import find
+from harness.checking.schema.coercion import as_float
 from harness.config.text.diagnostic import Severity
-from harness.config.values.coercion import as_float
 from harness.config.values.pointers import AUTO, name_of
 
 ZERO = "/zero_optimization"

@@ -8,7 +8,7 @@ from harness.checking.rules.deepspeed.offload import ZERO, offloads
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.config.text.diagnostic import Severity
-from harness.config.values.layout_keys import GRADIENT_BITS, GRADIENT_BITS_CHOICES, ONE_REDUCTION
+from harness.config.values.layout_keys import GRADIENT_BITS, ONE_REDUCTION
 from harness.config.values.pointers import AUTO, name_of
 
 _IGNORES = "ignores the section, and sends gradients as they are"
@@ -29,7 +29,7 @@ def gradients_that_cannot_be_compressed(view: RunView) -> Iterator[Finding]:
     """
     if view.target != "harness" or not view.has(GRADIENT_BITS):
         return
-    if view.get(GRADIENT_BITS) not in (AUTO, *GRADIENT_BITS_CHOICES) or view.get(GRADIENT_BITS) is False:
+    if view.get(GRADIENT_BITS) not in (AUTO, 0, 4, 8) or view.get(GRADIENT_BITS) is False:
         yield Finding(
             pointer=GRADIENT_BITS,
             message="gradient_compression.bits is not 8, 4, 0 or auto",

@@ -8,13 +8,14 @@ from functools import partial
 
 from harness.checking.rules.deepspeed.offload import ZERO, offloads
 from harness.checking.rules.deepspeed.precision import FLOAT16
+from harness.checking.rules.layout.layout import EXPERT_PARTS, EXPERT_ROUTING
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.checking.schema import find
+from harness.checking.schema.coercion import as_float
 from harness.config.text.diagnostic import Severity
-from harness.config.values.coercion import as_float
 from harness.config.values.idle_keys import IDLE, ON_A_CPU, accelerated
-from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, EXPERTS, FEED_FORWARD_TILE
+from harness.config.values.layout_keys import EXPERTS, FEED_FORWARD_TILE
 from harness.config.values.pointers import AUTO, name_of
 from harness.optimizers import DEFAULT
 

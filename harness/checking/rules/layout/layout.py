@@ -10,10 +10,16 @@ from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.coercion import as_int
-from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, LEAST, TENSOR, expert_fault, size_fault
+from harness.config.values.layout_keys import LEAST, TENSOR, expert_fault, size_fault
 from harness.config.values.pointers import AUTO
 from harness.wording import counted
 
+EXPERT_ROUTING = (
+    *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
+    *("num_expert_groups", "num_limited_groups", "load_balance_coeff", "expert_activation"),
+)
+"""Options of DeepSpeed's AutoEP that change what a mixture of experts computes; here the model's config decides."""
+EXPERT_PARTS = "expert_tensor_parallel_size"
 _READ = {"/tensor_parallel": ("autotp_size", "sequence_parallel"), "/expert_parallel": ("autoep_size", "token_pieces")}
 _REFUSED = (*EXPERT_ROUTING, EXPERT_PARTS)  # where the section is enabled: DS108
 EXPERT_RANKS = "/expert_parallel/autoep_size"
