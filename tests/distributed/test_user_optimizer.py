@@ -98,11 +98,8 @@ def trained(jobs: list[Job], folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [("pp2z1", "dp2z3"), pytest.param(("dp2z1", "tp2z0"), marks=pytest.mark.thorough)],
-    ids=["first", "others"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("layouts", [("pp2z1", "dp2z3"), ("dp2z1", "tp2z0")], ids=["first", "others"])
 def test_an_optimizer_and_a_scheduler_of_the_users_are_those_of_plain_torch(
     layouts: tuple[str, ...], tmp_path: Path
 ) -> None:

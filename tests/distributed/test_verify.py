@@ -90,7 +90,7 @@ def require_refused(told: dict[str, str]) -> None:
 
 
 def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
-    names = ("as declared", NO_SHARES, "a rule is missing", "wrong parts")
+    names = ("as declared", NO_SHARES, "a rule is missing")
     told, other = run_ranks(2, start_all, names, str(tmp_path), timeout_s=240)
     assert told == other
     assert told.pop("as declared") == "verified: the sharded model matches the whole one"
@@ -100,7 +100,7 @@ def test_a_wrong_cut_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_other_wrong_cuts_and_an_encoder_are_refused_too(tmp_path: Path) -> None:
-    names = ("columns in another order", "summed twice", "no decoder")
+    names = ("wrong parts", "columns in another order", "summed twice", "no decoder")
     told, other = run_ranks(2, start_all, names, str(tmp_path), timeout_s=240)
     assert told == other
     assert "its logits depend on later tokens" in told.pop("no decoder")

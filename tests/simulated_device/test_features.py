@@ -47,8 +47,8 @@ LIKE = {  # runs with the numbers of another one
 KERNELS = {"flash": "flash", "packed, flash": "flash, documents", "packed, flex": "flex"}
 """Kernels of attention that a run must have called."""
 
-FIRST = ("experts spread, data", "packed, flash", "saved", "resumed")
-"""Runs whose tensors come from elsewhere or go there: exchanged, saved, read, and given by another kernel."""
+FIRST = ("experts spread, data", "saved", "resumed")
+"""Runs whose tensors come from elsewhere or go there: exchanged, saved, and read."""
 
 OTHER_LAYOUTS = (
     *("dropout, stages", "dropout, tensor", "dropout, fused, data"),

@@ -18,7 +18,7 @@ OF_DEEPSPEED = {"pp2z0": 0, "tp2z0": 0, "tp2z1": 0, "tp2z2": 2, "dp2z2": 1, "dp2
 IN_BF16 = {"pp2z1": 0, "dp2z1": 0}
 
 
-FIRST = ("tp2z2", "dp2z3", "pp2z1")
+FIRST = ("dp2z3", "pp2z1")
 OTHERS = tuple(layout for layout in (*OF_DEEPSPEED, *IN_BF16) if layout not in FIRST)
 
 
