@@ -36,7 +36,7 @@ _HOMES = {
 
 __all__ = list(_HOMES)
 
-# without a handler Python would print the warnings, which the console has printed already
+# Without a handler Python would print the warnings, which the console has printed already.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 

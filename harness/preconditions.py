@@ -28,14 +28,16 @@ def establish() -> None:
 
 
 def _open_streams() -> None:
-    """Open closed standard streams to /dev/null; otherwise files opened later would get their descriptors."""
+    # Otherwise files opened later would get their descriptors, and what is printed would go into them.
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
             continue
-        os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+        # The system gives the lowest free number, which is this one.
+        os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # as Python sets a stream that is closed when it starts
+        # As Python sets a stream that is closed when it starts.
+        if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
 
 
@@ -53,6 +55,7 @@ def _name_user() -> None:
 
 def _own_folder() -> Path:
     """Return this user's folder in the temporary directory, the same for all processes if possible."""
+    # Others may write to that directory: a folder that is theirs, or a link, is not used.
     folder = Path(tempfile.gettempdir()) / f"home-{os.getuid()}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)

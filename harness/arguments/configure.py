@@ -86,6 +86,7 @@ def read_run_config(
 
 def _auto_values(args: TrainingArguments, world_size: int) -> AutoValues:
     """Return the values that replace "auto" before the data is known."""
+    # 1 step for now, as -1 stands for a number of epochs, whose steps only the data tells.
     return args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
 
 

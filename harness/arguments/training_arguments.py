@@ -51,9 +51,11 @@ class TrainingArguments(
         problems: list[str] = []
         for name, value in given.items():
             own = ALIASES.get(name, name)
-            if own == "resume_from_checkpoint" and isinstance(value, bool):  # as in HuggingFace
+            # As in HuggingFace. `RunArguments.check` reads the word.
+            if own == "resume_from_checkpoint" and isinstance(value, bool):
                 value = str(value)
-            if own in known and value is not None:  # None: the default, as HuggingFace's parser passes it
+            # None is the default, as HuggingFace's parser passes it.
+            if own in known and value is not None:
                 require_one_name(names, own, name)
                 kept[own] = computes_in_bf16() if is_auto(own, value) else value
             elif own not in known and (advice := cls.advice(name, value, known)) is not None:
@@ -71,6 +73,7 @@ class TrainingArguments(
         shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(TrainingArguments)}
         values = {name: getattr(self, name) for name in shared}
         values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))
-        if "gradient_checkpointing" not in self.given:  # the JSON's interval stands
+        # None leaves the JSON's interval as it is.
+        if "gradient_checkpointing" not in self.given:
             values["gradient_checkpointing"] = None
         return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self.given & shared)

@@ -9,8 +9,8 @@ from harness.checking.check import findings, known_shape, refusals
 from harness.checking.rules.view import RunView
 from harness.checking.schema import version_warning
 from harness.checking.schema.normalize import as_read
-from harness.config.resolving import resolve as resolving
 from harness.config.resolving.config_check import ConfigCheck
+from harness.config.resolving.resolve import complete, resolve_before_data
 from harness.config.resolving.resolved import Filled, Resolved
 from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import Document, from_values, load
@@ -71,4 +71,7 @@ def resolve(
     Raises:
         ConfigError: with every finding that keeps the run from starting.
     """
-    return resolving.resolve(config, values, check=ConfigRules(), model=model, allow_ignored_keys=allow_ignored_keys)
+    before = resolve_before_data(
+        config, values, check=ConfigRules(), model=model, allow_ignored_keys=allow_ignored_keys
+    )
+    return complete(before, values)

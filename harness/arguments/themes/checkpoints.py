@@ -32,8 +32,7 @@ class CheckpointArguments(Flags):
         choices=(*STRATEGIES, "best"),
     )
     save_steps: float = flag(
-        500,
-        "steps between checkpoints; below 1: the fraction of all steps; the last step also saves one; 0: none",
+        500, "steps between checkpoints; below 1: the fraction of all steps; the last step also saves one; 0: none"
     )
     save_seconds: float | None = flag(None, "also save when this many seconds have passed since the last checkpoint")
     save_total_limit: int | None = flag(

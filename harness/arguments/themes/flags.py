@@ -69,7 +69,8 @@ def flag(
         of_scripts: whether scripts for HuggingFace's Trainer, such as run_clm.py, declare a flag of this name. Then
             HfArgumentParser must not add it again: it skips fields with `init=False`. Our constructor takes it.
     """
-    about = Help(text.replace("%", "%%"))  # argparse formats a help text with `%`
+    # argparse formats a help text with `%`.
+    about = Help(text.replace("%", "%%"))
     about.least = least
     about.choices = tuple(choices)
     about.paths = paths
@@ -126,7 +127,8 @@ class Flags:
 
     TITLE: ClassVar[str] = ""
     __signature__ = _Fields()
-    if not TYPE_CHECKING:  # not for users: `dataclasses.replace` reads them and passes them to the copy
+    # Not for users: `dataclasses.replace` reads these and passes them to the copy.
+    if not TYPE_CHECKING:
         _given: InitVar[frozenset[str] | None] = None
         _without_effect: InitVar[Mapping[str, object] | None] = None
         _of_scripts: InitVar[Mapping[str, object] | None] = None
@@ -169,22 +171,25 @@ class Flags:
         problems: list[str] = []
         for name in flags_of(type(self)):
             try:
-                vars(self)[name] = self._taken(name, getattr(self, name))  # past `__setattr__` too
+                # Past `__setattr__` too.
+                vars(self)[name] = self._taken(name, getattr(self, name))
             except UserError as error:
                 problems.append(str(error))
         for group in groups(type(self)):
             try:
                 group.check(self)
             except UserError as error:
+                # Unless the flag is refused already.
                 flag = str(error).partition(" ")[0]
-                if not any(problem.startswith(f"{flag} ") for problem in problems):  # else it is refused already
+                if not any(problem.startswith(f"{flag} ") for problem in problems):
                     problems.append(str(error))
             except (TypeError, ValueError, AttributeError, OverflowError):
                 # Otherwise a wrong or infinite value, reported already, has confused this check.
                 if not problems:
                     raise
         refuse_all(problems)
-        vars(self)["_given"] = given  # flags that a check has set do not count
+        # Flags that a check has set do not count.
+        vars(self)["_given"] = given
         self._note_of_scripts()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -240,6 +245,7 @@ def flags_of(kind: type[Flags]) -> Mapping[str, tuple[Field[object], object]]:
     return _flags_of(kind)  # type: ignore[arg-type]  # mypy takes the class for its instances, which have no hash
 
 
+# Every assignment to a flag asks for its field, and resolving type hints is slow.
 @cache
 def _flags_of(kind: type[Flags]) -> Mapping[str, tuple[Field[object], object]]:
     hints = {group: get_type_hints(group) for group in groups(kind)}

@@ -78,16 +78,14 @@ class ReportingArguments(Flags):
 
 
 def within(output_dir: str, path: str, what: str) -> str:
-    """Return a path from a config, made absolute below `output_dir`. Raises UserError for a path outside.
-
-    A config may come from somebody else, and must not make a run write elsewhere.
-    """
+    """Return a path from a config, made absolute below `output_dir`. Raises UserError for a path outside."""
     try:
         # Resolved, because a link in output_dir may lead out of it.
         found = usable_path(str(Path(output_dir, path))).resolve()
     except ValueError as error:
         raise UserError(f"{what} {path[:80]!r}: no file can have this name: {error}") from error
     root = Path(output_dir).resolve()
+    # A config may come from somebody else, and must not make a run write elsewhere.
     if not found.is_relative_to(root):
         raise UserError(f"{what} {path!r}: is outside of --output_dir {output_dir}: give a path in it, as 'logs/mine'")
     return str(found)
@@ -116,7 +114,8 @@ def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObje
         if name == "wandb":
             if name in args.reporters():
                 asked = {"project": Path(output_dir).name, "name": args.run_name or Path(output_dir).name}
-            asked["dir"] = output_dir  # wandb's default is the working directory
+            # wandb's default is the working directory.
+            asked["dir"] = output_dir
         found[section] = {**asked, **stated}
     return found
 

@@ -18,7 +18,8 @@ class RunArguments(Flags):
     TITLE: ClassVar[str] = "The run"
 
     output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go", paths=True)
-    _: KW_ONLY  # programs written for HuggingFace pass output_dir by position
+    # Programs written for HuggingFace pass output_dir by position.
+    _: KW_ONLY
     deepspeed_config: Mapping[str, object] | str | None = flag(
         None, "DeepSpeed JSON: a file or a preset's name", paths=True, aliases=["deepspeed"]
     )
@@ -69,11 +70,13 @@ class RunArguments(Flags):
         return self.do_train if "do_train" in self.given else not self.do_eval
 
     def check(self) -> None:
-        """Refuse an empty output_dir, and make paths absolute: the run may change its working directory."""
+        """Refuse an empty output_dir, and make paths absolute."""
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty: give a directory")
+        # The run may change its working directory.
         self.output_dir = str(Path(self.output_dir).absolute())
-        if str(self.resume_from_checkpoint).lower() in ("true", "false"):  # as in HuggingFace
+        # As in HuggingFace.
+        if str(self.resume_from_checkpoint).lower() in ("true", "false"):
             self.resume_from_checkpoint = "auto" if str(self.resume_from_checkpoint).lower() == "true" else None
         if self.resume_from_checkpoint is not None and self.resume_from_checkpoint != "auto":
             self.resume_from_checkpoint = str(Path(self.resume_from_checkpoint).absolute())

@@ -93,7 +93,8 @@ class OptimizerArguments(Flags):
             raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")
         if self.warmup_ratio is not None and self.warmup_ratio > 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be at most 1")
-        for name in BETAS:  # at 1 the bias correction divides by 1 - beta**step = 0
+        # At 1 the bias correction divides by 1 - beta**step = 0.
+        for name in BETAS:
             if getattr(self, name) >= 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be below 1")
         if self.optim not in FLAGS:
@@ -102,7 +103,8 @@ class OptimizerArguments(Flags):
 
     def _check_schedule(self) -> None:
         options = self.lr_scheduler_kwargs or {}
-        if isinstance(options, str):  # not a JSON object: `typed` takes it for a path
+        # Not a JSON object: `typed` takes it for a path.
+        if isinstance(options, str):
             raise UserError(f"--lr_scheduler_kwargs {options}: give a JSON object, as '{{\"min_lr\": 1e-6}}'")
         if fault := schedule_fault(self.lr_scheduler_type, options):
             raise UserError(f"--lr_scheduler_kwargs: {fault}")

@@ -33,6 +33,7 @@ def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float
         return
     for name, value in config.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and names.fullmatch(str(name)):
+            # Python cannot print a larger integer with `:g`.
             yield str(name), value if value < sys.float_info.max else math.inf
         yield from _counts(value, names)
 

@@ -46,6 +46,7 @@ def cached(source: str) -> Path | None:
     folder = Path(constants.HF_HUB_CACHE) / f"models--{match['name'].replace('/', '--')}"
     revision = match["revision"] or "main"
     reference = folder / "refs" / revision
+    # A branch or tag is a file that holds its commit; a revision may also be a commit itself.
     try:
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
     except OSError:
@@ -69,7 +70,8 @@ def fetch(source: str, wanted: Wanted) -> Path | None:
     if match is None or "/" not in match["name"] or Path(source).exists():
         return None
     with _one_at_a_time(match["name"]):
-        found = cached(source)  # again: another process may have downloaded it in the meantime
+        # Again, as another process may have downloaded it in the meantime.
+        found = cached(source)
         if found is None or not wanted.is_whole(found):
             found = _download(match["name"], match["revision"], wanted)
     if not wanted.is_whole(found):
@@ -83,7 +85,8 @@ def holds_model(folder: Path) -> bool:
         return False
     try:
         files = indexed_files(folder / INDEX)
-    except (OSError, ValueError):  # there is no index
+    # There is no index.
+    except (OSError, ValueError):
         return any(folder.glob("*.safetensors"))
     return all((folder / file).is_file() for file in files)
 

@@ -31,7 +31,8 @@ class Heads:
 
     def fit(self, size: int) -> bool:
         """Return whether the heads can be split over `size` ranks so that each has a query head."""
-        if self.query % self.key_value:  # no group of query heads belongs to a key/value head
+        # No group of query heads belongs to a key/value head.
+        if self.query % self.key_value:
             return self.query % size == 0 and self.key_value % size == 0
         return size <= self.query
 

@@ -66,8 +66,6 @@ def fill_precision(resolution: Resolution) -> None:
         wanted = getattr(resolution.values, name)
         stated = resolution.get(pointer)
         if stated == AUTO or (stated is None and wanted and name in resolution.values.given):
-            if resolution.get(f"/{section}") is None:
-                resolution.config.pop(section, None)
             resolution.fill(pointer, wanted, resolution.values.source(name))
 
 
@@ -102,6 +100,7 @@ def fill_optimizer(resolution: Resolution) -> None:
     if stated != AUTO and (resolution.get("/optimizer") is not None or optimizer is DEFAULT):
         return
     resolution.fill("/optimizer/type", optimizer.name, resolution.values.source("optim"))
+    # `fill_from_arguments` comes later and replaces these.
     for name in optimizer.flags[optim]:
         if resolution.get(f"/optimizer/params/{name}") is None:
             put(resolution.config, f"/optimizer/params/{name}", AUTO)
@@ -133,19 +132,14 @@ def fill_from_model(resolution: Resolution) -> None:
 
 
 def fill_bucket(resolution: Resolution, stage: int) -> None:
-    """Write a bucket size for ZeRO from the model's size if the file has none.
-
-    DeepSpeed's default is 5e8 gradients, and it allocates the whole bucket. bf16 at stage 1 gets no value: its bucket
-    size depends on a rank's parameters (`gradient_sums.py`).
-    """
+    """Write a bucket size for ZeRO from the model's size if the file has none."""
+    # bf16 at stage 1 gets no value: its bucket size depends on a rank's parameters (`gradient_sums.py`).
     has_none = stage == 0 or (stage == 1 and resolution.get("/data_types/grad_accum_dtype") == "fp32")
     if has_none or not resolution.values.hidden_size or resolution.get(REDUCE_BUCKET) is not None:
         return
-    resolution.fill(
-        REDUCE_BUCKET,
-        bucket_elements(resolution.values.hidden_size),
-        "harness: hidden_size squared, within 4e6 and 5e8",
-    )
+    # DeepSpeed's default is 5e8 gradients, and it allocates the whole bucket.
+    size = bucket_elements(resolution.values.hidden_size)
+    resolution.fill(REDUCE_BUCKET, size, "harness: hidden_size squared, within 4e6 and 5e8")
 
 
 def fill_pipeline(resolution: Resolution, pp_size: int) -> None:
@@ -155,6 +149,7 @@ def fill_pipeline(resolution: Resolution, pp_size: int) -> None:
     if resolution.get("/pipeline/stages") not in (None, pp_size):
         source = "--pipeline_parallel_size" if resolution.values.pipeline_parallel_size else "default"
         resolution.fill("/pipeline/stages", pp_size, source)
+    # Where the file has none this is not noted as filled, as it replaces nothing.
     put(resolution.config, "/pipeline/stages", pp_size)
     if resolution.get("/pipeline/use_reentrant") is None:
         # Reentrant checkpointing computes no gradients for a layer whose inputs are integer ids.

@@ -32,7 +32,7 @@ from harness.config.values.view import ConfigView
 from harness.schedules import DEFAULT
 
 
-def resolve(
+def resolve_before_data(
     config: Mapping[str, object] | ConfigFile,
     values: AutoValues,
     *,
@@ -40,7 +40,9 @@ def resolve(
     model: str | None = None,
     allow_ignored_keys: bool = False,
 ) -> Resolved:
-    """Check a config together with the run's arguments, and replace every "auto".
+    """Check a config together with the run's arguments, and replace every "auto" that needs no data and no model.
+
+    `complete` replaces the rest (`OF_DATA_AND_MODEL`) once they are known.
 
     Args:
         config: a config as read, or values from a program.
@@ -51,32 +53,18 @@ def resolve(
     Raises:
         ConfigError: the check refuses the config.
     """
-    before = resolve_before_data(config, values, check=check, model=model, allow_ignored_keys=allow_ignored_keys)
-    return complete(before, values)
-
-
-def resolve_before_data(
-    config: Mapping[str, object] | ConfigFile,
-    values: AutoValues,
-    *,
-    check: ConfigCheck | None,
-    model: str | None = None,
-    allow_ignored_keys: bool = False,
-) -> Resolved:
-    """Like `resolve`, but keep "auto" where it depends on data or model (`OF_DATA_AND_MODEL`).
-
-    `complete` replaces the rest once they are known. Raises ConfigError as `resolve` does.
-    """
     document = read(config, check) if isinstance(config, Mapping) else config
     run = Resolution(copy.deepcopy(document.data) if check is None else check.as_read(document.data), values)
     # The config may still be wrong: a value that cannot be derived is omitted here, and the check refuses the config.
     filling.fill_batch(run, ConfigView(data=run.config, **values.layout).batch_ranks or 1)
     filling.fill_precision(run)
+    # Before the arguments, as it writes "auto" for those that its optimizer takes.
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)
     filling.fill_from_arguments(run)
     if check is not None:
         check.require_valid(document, run.filled, values, model=model, allow_ignored_keys=allow_ignored_keys)
+    # The view gets a copy, as sections that the harness alone reads are removed from the config.
     return _resolved(run, ConfigView(data=copy.deepcopy(run.config), **values.layout))
 
 
@@ -87,6 +75,7 @@ def read(config: str | Mapping[str, object], check: ConfigCheck | None, path: st
 
 def complete(resolved: Resolved, values: AutoValues) -> Resolved:
     """Complete the result of `resolve_before_data`: the scheduler's steps and ZeRO's bucket sizes."""
+    # Copies: the caller keeps `resolved`, and may complete it again for other data.
     config = Resolution(copy.deepcopy(resolved.config), values)
     alone = Resolution(copy.deepcopy(resolved.alone), values)
     for run in (config, alone):
@@ -105,8 +94,8 @@ def _resolved(run: Resolution, view: ConfigView) -> Resolved:
     filling.remove_autos(run, "", run.config, keep=filling.OF_DATA_AND_MODEL)
     run.config.pop("$schema", None)
     alone = _for_deepspeed_alone(run, view)
+    # The harness shards the layers itself: with these sections DeepSpeed would shard them again.
     for section in ("tensor_parallel", "expert_parallel", "context_parallel", "sequence_parallel_size", "tiling"):
-        # The harness shards the layers itself: with these sections DeepSpeed would shard them again.
         run.config.pop(section, None)
     return Resolved(
         config=run.config,
@@ -139,11 +128,7 @@ def _resolved(run: Resolution, view: ConfigView) -> Resolved:
 
 
 def _for_deepspeed_alone(run: Resolution, view: ConfigView) -> JsonObject:
-    """Return the config for a program without the harness, on the same ranks.
-
-    DeepSpeed then shards the layers itself, by AutoTP, and counts all ranks of one copy of the model as data-parallel.
-    So the global batch is omitted, for DeepSpeed to compute.
-    """
+    """Return the config for a program without the harness, on the same ranks: DeepSpeed shards the layers by AutoTP."""
     alone = copy.deepcopy(run.config)
     for section in ("context_parallel", "tiling"):
         alone.pop(section, None)
@@ -159,6 +144,7 @@ def _for_deepspeed_alone(run: Resolution, view: ConfigView) -> JsonObject:
         put(alone, TENSOR, view.tp_size)
     elif run.get(TENSOR) is not None:
         put(alone, TENSOR, 0)
+    # DeepSpeed counts all ranks of one copy of the model as data-parallel, so it must compute the global batch.
     if view.pp_size * view.tp_size > 1:
         del alone["train_batch_size"]
     return alone

@@ -113,7 +113,8 @@ class AutoValues:
         """The values that replace "auto" in the file: pointer, name of the argument, value."""
         # One key for two flags: the one that was given is named as its source.
         betas = next((name for name in ("adam_beta1", "adam_beta2") if name in self.given), "adam_beta1")
-        warmup = max(1, warmup_of(self.warmup_steps, self.max_steps))  # DeepSpeed's schedules want at least 1
+        # DeepSpeed's schedules want at least 1.
+        warmup = max(1, warmup_of(self.warmup_steps, self.max_steps))
         return (
             ("/gradient_clipping", "max_grad_norm", self.max_grad_norm),
             ("/optimizer/params/lr", "learning_rate", self.learning_rate),

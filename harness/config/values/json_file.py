@@ -30,16 +30,18 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
 
     Raises OSError if it cannot be read, and ValueError if it is not a regular file or has more than `most` bytes.
     """
-    _require_regular(path.stat().st_mode)  # before opening it: opening alone makes some devices act
+    # Before opening it: opening alone makes some devices act.
+    _require_regular(path.stat().st_mode)
     # Non-blocking, in case a pipe takes the file's place in the meantime.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         now = os.fstat(file.fileno())
         _require_regular(now.st_mode)
-        # `read(n)` allocates n bytes at once, which a process that is short of memory may not have
+        # `read(n)` allocates n bytes at once, which a process that is short of memory may not have.
         content = file.read(-1 if most is None else min(most, now.st_size) + 1)
         if most is not None and content and now.st_size < len(content) <= most:  # has grown, or has no size in /proc
             content += file.read(most + 1 - len(content)) or b""
-    if content is None:  # of some files of the kernel, which wait for content
+    # Of some files of the kernel, which wait for content.
+    if content is None:
         raise ValueError("it has no content now")
     if most is not None and len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
@@ -98,6 +100,7 @@ def parse_json(text: bytes | str) -> Any:
         content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_int=_integer)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+    # Level by level, as a recursion would overflow the stack on what it is to find.
     level = [content]
     depth = 0
     while level:

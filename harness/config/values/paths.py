@@ -22,6 +22,7 @@ def usable_path(text: str) -> Path:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("it is not UTF-8") from None
+    # The system decides what is too long: the limits of names and paths differ.
     try:
         os.stat(text)  # noqa: PTH116  # a Path would be the same
     except OSError as error:

@@ -45,7 +45,8 @@ def _words(value: object) -> list[object]:
         return [os.fspath(value)]
     if not isinstance(value, list | tuple | set):
         raise ValueError("not a list")
-    words = sorted(value, key=str) if isinstance(value, set) else value  # in the same order on every rank
+    # A set is sorted, to be in the same order on every rank.
+    words = sorted(value, key=str) if isinstance(value, set) else value
     return [os.fspath(word) if isinstance(word, os.PathLike) else word for word in words]
 
 
@@ -83,8 +84,9 @@ def _number(value: object) -> float:
 def _whole(value: object) -> int:
     found: int | None = None
     if isinstance(value, str | Integral) and not isinstance(value, bool):
+        # Not by a float, which rounds what has more than 53 bits.
         with suppress(ValueError):
-            found = int(value)  # a float would round what has more than 53 bits
+            found = int(value)
     if found is None:
         number = _number(value)
         if number != number or abs(number) == float("inf") or int(number) != number:

@@ -67,9 +67,11 @@ class ConfigView:
     def zero_stage(self) -> int | None:
         """The ZeRO stage that DeepSpeed will run; None if unknown."""
         zero = self.section("/zero_optimization")
-        if "stage" not in zero:  # DeepSpeed's old form, `"zero_optimization": true`, is stage 1
+        # DeepSpeed's old form, `"zero_optimization": true`, is stage 1.
+        if "stage" not in zero:
             return int(self.get("/zero_optimization") is True)
-        return 0 if zero["stage"] == AUTO else as_int(zero["stage"])  # "auto" runs at stage 0 without a word
+        # For DeepSpeed "auto" is stage 0, without a word.
+        return 0 if zero["stage"] == AUTO else as_int(zero["stage"])
 
     @cached_property
     def pp_size(self) -> int:

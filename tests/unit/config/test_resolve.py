@@ -6,7 +6,7 @@ import pytest
 
 from harness.checking import resolve
 from harness.config import AutoValues
-from harness.config import resolve as resolve_unchecked
+from harness.config.resolving.resolve import complete, resolve_before_data
 from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import load
 from harness.config.values.config_file import PRESETS
@@ -186,8 +186,8 @@ def test_what_cannot_run_is_refused(config, values, code, says):
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_correct_config_is_resolved_the_same_without_the_check(path):
     values = AutoValues(world_size=16, hidden_size=64)
-    unchecked = resolve_unchecked(load(path), values, check=None)
+    unchecked = complete(resolve_before_data(load(path), values, check=None), values)
     assert unchecked == resolve(load(path), values)
     quoted = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": "2"}, "zero_optimization": {"stage": "1"}}
-    run = resolve_unchecked(quoted, values, check=None)
+    run = resolve_before_data(quoted, values, check=None)
     assert (run.tp_size, run.zero_stage) == (2, 1)
