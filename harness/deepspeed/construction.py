@@ -43,7 +43,6 @@ class ConstructedEngine(DeepSpeedEngine):
         return super()._configure_zero_optimizer(optimizer)
 
     def _flat_optimizer(self, optimizer: Optimizer, sums: torch.dtype) -> FlatOptimizer:
-        """Return the optimizer that accumulates gradients in this dtype."""
         ranks = self.dp_world_size
         # By default, gradients are reduced over ranks in the dtype in which they were accumulated over micro-batches.
         # DeepSpeed's default would round the sums to bf16, even on a single rank.

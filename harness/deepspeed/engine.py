@@ -17,15 +17,9 @@ GRADIENTS = ("grad", "_hp_grad", "grad_accum")
 """The attributes of a parameter that may hold its gradient."""
 
 
-def stepping_optimizer(engine: DeepSpeedEngine) -> Optimizer:
-    """Return the torch optimizer inside the engine's own optimizer."""
-    optimizer: Optimizer = engine.basic_optimizer
-    return optimizer
-
-
 def inner_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
     """Return the torch optimizers inside DeepSpeed's optimizer: two if a part of the states is offloaded."""
-    found = [stepping_optimizer(engine), getattr(engine.optimizer, "backup_optimizer", None)]
+    found = [engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None)]
     return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
 
 

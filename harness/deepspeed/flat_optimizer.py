@@ -90,7 +90,8 @@ class FlatOptimizer(BF16_Optimizer):
 
     def _add(self, group: int, index: int, parameter: nn.Parameter) -> None:
         # No `torch.no_grad` for each gradient: neither sums nor gradients have a graph.
-        if parameter.grad is None:  # a schedule has deferred it
+        # A schedule has deferred it.
+        if parameter.grad is None:
             return
         if group in self._averaged:
             raise RuntimeError(
@@ -100,7 +101,8 @@ class FlatOptimizer(BF16_Optimizer):
         total = self.fp32_groups_gradients[group][index]
         gradient = parameter.grad.reshape(-1)
         if self.fp32_groups_has_gradients[group][index]:
-            total.add_(gradient)  # mixed dtypes, without a float32 copy of the gradient
+            # torch adds mixed dtypes without a float32 copy of the gradient.
+            total.add_(gradient)
         else:
             total.copy_(gradient)
         self.fp32_groups_has_gradients[group][index] = True
@@ -119,7 +121,8 @@ class FlatOptimizer(BF16_Optimizer):
         own = self.fp32_groups_gradient_flat_partition[group]
         how = self._averaging
         ranks = self.real_dp_process_group[group]
-        if dist.get_world_size(ranks) == 1:  # nothing is sent, and nothing rounded
+        # Nothing is sent, and nothing rounded.
+        if dist.get_world_size(ranks) == 1:
             # Experts without copies: like all gradients, theirs are means over all data-parallel ranks.
             if how.ranks > 1:
                 own.mul_(1.0 / how.ranks)
@@ -203,7 +206,7 @@ class FlatOptimizer(BF16_Optimizer):
         together = all(dist.get_world_size(ranks) == 1 for ranks in self._weights_over)
         try:
             for number, index in enumerate(order):
-                if not together:  # so that the weights of a group travel while the next one is updated
+                if not together:
                     self.optimizer.param_groups = [groups[index]]
                 if not together or number == 0:
                     self.optimizer.step()
@@ -249,10 +252,8 @@ class FlatOptimizer(BF16_Optimizer):
                 wait()
 
     def abandon_weights(self) -> None:
-        """Wait for the weights in flight, and send no others; a rank may call it alone, as after an error.
-
-        A gather started by one rank alone would wait for the others.
-        """
+        """Wait for the weights in flight, and send no others; a rank may call it alone, as after an error."""
+        # A gather started by one rank alone would wait for the others.
         self._unsent.clear()
         self.await_weights()
 

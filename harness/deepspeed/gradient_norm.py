@@ -41,15 +41,13 @@ def global_norm(
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of all elements, a float64 scalar on `device`; 0 without tensors.
-
-    In float64 the grouping of terms, which depends on the layout, changes the result by far less than float32's
-    precision. One call for all tensors: on a GPU it is one kernel for hundreds of them, and reads their own dtype.
-    """
+    """Return the sum of squares of all elements, a float64 scalar on `device`; 0 without tensors."""
     size = BLOCK if device.type == "cpu" else None
     parts = [part for tensor in tensors for part in tensor.detach().reshape(-1).split(size or max(1, tensor.numel()))]
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
+    # In float64 the grouping of terms, which depends on the layout, changes the result by far less than float32's
+    # precision. One call for all tensors: on a GPU it is one kernel for hundreds of them, and reads their own dtype.
     # torch has no sum of squares over a list. Root and square in float64 lose nothing that float32 could hold.
     return torch.stack(torch._foreach_norm(parts, 2.0, dtype=torch.float64)).square().sum()
 

@@ -41,14 +41,13 @@ def sub_groups_on_nvme(optimizer: EngineOptimizer) -> list[int]:
 def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> Iterator[None]:
     """In this context, hold the sub-groups on NVMe in memory; do nothing without NVMe.
 
-    The values are in new tensors, not in DeepSpeed's swap buffers, so views of them stay valid after the context.
-
     Args:
         changed: write the values back at the end, including states that have replaced others.
     """
     indices = sub_groups_on_nvme(optimizer)
     for index in indices:
         optimizer._optimizer_states_and_gradient_swap_in(index)
+        # In new tensors, not in DeepSpeed's swap buffers, so views of them stay valid after the context.
         copies = [(tensor, tensor.data.clone()) for tensor in _swapped(optimizer, index)]
         optimizer._release_swap_buffers(index)
         for tensor, values in copies:
@@ -65,7 +64,6 @@ def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> It
 
 
 def _write_back(optimizer: EngineOptimizer, index: int) -> None:
-    """Write the tensors of a sub-group to their files."""
     flat = optimizer.fp32_partitioned_groups_flat[index]
     states = optimizer.optimizer.state
     # DeepSpeed writes from a pinned buffer, which swapping in allocates. Remove the states meanwhile: a fresh
@@ -199,7 +197,8 @@ def copy_to_model_parameters(optimizer: EngineOptimizer) -> None:
         optimizer.empty_partition_cache()
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if optimizer.persistent_parameters:  # kept whole on every rank
+        # Small ones, which every rank keeps whole.
+        if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
     elif hasattr(optimizer, "update_lp_params"):

@@ -52,11 +52,9 @@ class OverlappedMeans:
         self._under_way: dict[int, Callable[[], None]] = {}
 
     def _place(self, chunks: Sequence[Chunk]) -> dict[int, frozenset[int]]:
-        """Make each layer report its backward pass; return the layers that hold parameters of each group.
-
-        Groups with a parameter in no layer, or in the first layer of a chunk, have the layer -1, which is never
-        reported: its input has no graph, so no gradient arrives there.
-        """
+        """Make each layer report its backward pass; return the layers that hold parameters of each group."""
+        # Groups with a parameter in no layer, or in the first layer of a chunk, have the layer -1, which is never
+        # reported: its input has no graph, so no gradient arrives there.
         layers: dict[int, set[int]] = {}
         for chunk in chunks:
             for place, (index, layer) in enumerate(chunk):
@@ -101,12 +99,10 @@ class OverlappedMeans:
         self._missing = {}
 
     def _watch(self, layers: Sequence[int], _layer: nn.Module, inputs: object) -> None:
-        """Before a forward pass of the last micro-batch, make the gradient of a layer's input report the layers after.
-
-        In the first pass of a recomputed block, only the first layer's input has a graph.
-        """
+        """Before a forward of the last micro-batch, let the gradient of a layer's input report the layers after."""
         if self._missing and self._is_last_pass():
             for tensor in tree_leaves(inputs):
+                # In the first pass of a recomputed block, only the first layer's input has a graph.
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(lambda _gradient: self._report(layers))
                     return
@@ -153,13 +149,10 @@ class AwaitedWeights:
 
 
 def _first_need(calls: Sequence[object], parameters: Sequence[nn.Parameter]) -> int:
-    """Return the index in `calls` of the layer that waits for these parameters; -1 if none can.
-
-    It is the first layer with any of them. A function may read any parameter and cannot wait, so the last layer before
-    it waits.
-    """
+    """Return the index in `calls` of the layer that waits for these parameters, the first with any; -1 if none can."""
     ids = set(map(id, parameters))
     for place, call in enumerate(calls):
+        # A function may read any parameter and cannot wait, so the last layer before it waits.
         if not isinstance(call, nn.Module):
             return place - 1
         if any(id(parameter) in ids for parameter in call.parameters()):

@@ -22,24 +22,21 @@ R = TypeVar("R")
 
 def silence_prints() -> None:
     """Silence the prints of DeepSpeed's pipeline; log messages and warnings stay."""
+    # A module's own names are found before the builtins.
     for place in (module, topology):
-        vars(place)["print"] = lambda *_words: None  # found before the builtin
+        vars(place)["print"] = lambda *_words: None
 
 
 def avoid_compiling() -> None:
-    """Keep DeepSpeed from compiling a shared-memory all-reduce (about 25 s) that only its inference engine uses.
-
-    The entry also keeps DeepSpeed from filling its table of compatible ops, for which each rank would start compilers
-    for about a second. A run needs no other entry.
-    """
+    """Keep DeepSpeed from compiling a shared-memory all-reduce (about 25 s) that only its inference engine uses."""
+    # The entry also keeps DeepSpeed from filling its table of compatible ops, for which each rank would start compilers
+    # for about a second. A run needs no other entry.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def import_muon_without_compiler() -> None:
-    """Import DeepSpeed's `original_muon`, as every ZeRO engine does, but without torch's compiler until it is used.
-
-    A decorator in that module imports the compiler at once, which takes more than a second of each start.
-    """
+    """Import DeepSpeed's `original_muon`, as every ZeRO engine does, but without torch's compiler until it is used."""
+    # A decorator in that module imports the compiler at once, which takes more than a second of each start.
     compile_at_once = compiler.compile
     compiler.compile = lambda: _compiled_when_called
     try:
@@ -61,10 +58,8 @@ def _compiled_when_called(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def mask_norms_on_the_device() -> None:
-    """Make ZeRO-1 and ZeRO-2 replace a non-finite norm by -1 without a copy from the host.
-
-    DeepSpeed creates a tensor of -1 on the host in each step, and copying it to the device makes the host wait.
-    """
+    """Make ZeRO-1 and ZeRO-2 replace a non-finite norm by -1 without a copy from the host."""
+    # DeepSpeed creates a tensor of -1 on the host in each step, and copying it to the device makes the host wait.
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mask
 
 
@@ -73,34 +68,29 @@ def _mask(norm: Tensor, device: torch.device | None = None, val: float = -1.0) -
 
 
 def ask_torch_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
-    """Make DeepSpeed ask torch for a GPU's free memory in bytes.
-
-    If NVML's package is installed, DeepSpeed asks NVML with the number in CUDA_VISIBLE_DEVICES, which may be a UUID
-    instead, with which ZeRO-1 and ZeRO-2 would fail.
-    """
+    """Make DeepSpeed ask torch for a GPU's free memory in bytes."""
+    # If NVML's package is installed, DeepSpeed asks NVML with the number in CUDA_VISIBLE_DEVICES, which may be a UUID
+    # instead, with which ZeRO-1 and ZeRO-2 would fail.
     accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
 def take_the_only_device(accelerator: DeepSpeedAccelerator) -> None:
-    """Make DeepSpeed use device 0 in a process that sees only one device.
-
-    DeepSpeed uses the local rank as device index, when it builds a module or an engine and under ZeRO-3 in each step.
-    But a launcher may show each rank only its own device, like Slurm with --gpus-per-task.
-    """
-    if "device_name" in vars(accelerator):  # by an earlier run of this process
+    """Make DeepSpeed use device 0 in a process that sees only one device."""
+    # Replaced already by an earlier run of this process.
+    if "device_name" in vars(accelerator):
         return
     named = accelerator.device_name
     chosen = accelerator.set_device
+    # DeepSpeed uses the local rank as device index, when it builds a module or an engine and under ZeRO-3 in each step.
+    # But a launcher may show each rank only its own device, like Slurm with --gpus-per-task.
     accelerator.device_name = lambda index=None: named(None if index is None else 0)
     accelerator.set_device = lambda _index: chosen(0)
 
 
 def set_secondary_group(group: ProcessGroup | None) -> None:
-    """Set the group whose ranks share a secondary copy of ZeRO-3's parameters (hpZ); None without a copy.
-
-    DeepSpeed reads it from its own module in many places. It would create one only once per process, from consecutive
-    global ranks, which are not data-parallel peers in every layout.
-    """
+    """Set the group whose ranks share a secondary copy of ZeRO-3's parameters (hpZ); None without a copy."""
+    # DeepSpeed reads it from its own module in many places. It would create one only once per process, from consecutive
+    # global ranks, which are not data-parallel peers in every layout.
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
 
 

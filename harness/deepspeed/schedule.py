@@ -103,7 +103,8 @@ class Transfers:
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
         tensor = tensor.detach().contiguous()
         stage = self.chunks.stage_of(chunk)
-        if stage == self.engine.stage_id:  # both chunks are on this stage: no communication
+        # Both chunks are on this stage: nothing is sent.
+        if stage == self.engine.stage_id:
             self._within.append(tensor)
             return
         group = self.groups[stage > self.engine.stage_id]
@@ -135,7 +136,8 @@ def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfe
     """Return the transfers of activations and of gradients; all ranks must call it, as it creates groups."""
     activations: dict[bool, dist.ProcessGroup | None] = {True: None}  # None: the default group of all ranks
     gradients: dict[bool, dist.ProcessGroup | None] = {False: engine.grid.get_pipe_parallel_group()}
-    if chunks.per_stage > 1:  # the next chunk may be on an earlier stage
+    # With several chunks per stage, the next one may be on an earlier stage.
+    if chunks.per_stage > 1:
         activations[False] = _new_group(engine)
         gradients[True] = _new_group(engine)
     return Transfers(engine, chunks, activations), Transfers(engine, chunks, gradients)
@@ -143,7 +145,8 @@ def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfe
 
 def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:
     """Return a new group of the stages of this rank's pipeline; all ranks must call it."""
-    mine = None  # torch requires every rank to create every group, in the same order
+    mine = None
+    # torch requires every rank to create every group, in the same order.
     for ranks in engine.module.topology().get_axis_comm_lists("pipe"):
         group = dist.new_group(ranks, timeout=run_timeout())
         mine = group if engine.global_rank in ranks else mine
@@ -250,7 +253,8 @@ class ScheduledEngine(PipelineEngine):
 
     def _train_schedule(self) -> StageProgram:
         if self.schedule.defers:
-            self.schedule.deferred.clear()  # left by a failed step
+            # Left by a failed step.
+            self.schedule.deferred.clear()
         return self._begin(self.schedule.training(self.micro_batches), UPDATE)
 
     def _inference_schedule(self, micro_batches: int) -> StageProgram:
@@ -291,10 +295,8 @@ class ScheduledEngine(PipelineEngine):
     # Passes.
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        """Pass a micro-batch through the layers of the chunk; on the last one, compute its loss.
-
-        In place of two methods of DeepSpeed, whose other features the harness does not have.
-        """
+        """Pass a micro-batch through the layers of the chunk; on the last one, compute its loss."""
+        # In place of two methods of DeepSpeed, whose other features the harness does not have.
         ends_here = self.is_last_stage()
         loss_fn = self.module.loss_fn
         labels = self.pipe_buffers["labels"][buffer_id] if ends_here else None
@@ -310,7 +312,8 @@ class ScheduledEngine(PipelineEngine):
         # also divide it by the number of micro-batches, but the loss is divided already.
         register_output_backward_hooks(outputs, self._backward_prologue)
         if not self.module.training:
-            checkpointing.reset()  # recomputation keeps buffers for a backward pass, which does not come
+            # Recomputation keeps buffers for a backward pass, which does not come.
+            checkpointing.reset()
         if ends_here:
             loss = loss_fn(outputs, labels)
             # DeepSpeed keeps only the last loss, but in other schedules than 1F1B other forward passes may come before
@@ -333,10 +336,8 @@ class ScheduledEngine(PipelineEngine):
             totals[name] = other.detach() + totals.get(name, 0.0)
 
     def _inputs_of(self, buffer_id: int) -> Tensor | tuple[Tensor, ...]:
-        """Return the input of the chunk for a micro-batch, whole if each tensor-parallel rank has received its part.
-
-        A copy: what an earlier stage has sent is a leaf, which a layer could not change in place.
-        """
+        """Return the input of the chunk for a micro-batch, whole if each tensor-parallel rank has received its part."""
+        # A copy: what an earlier stage has sent is a leaf, which a layer could not change in place.
         inputs: Tensor | tuple[Tensor, ...] = tree_map(torch.clone, self.pipe_buffers["inputs"][buffer_id])
         if not self.is_pipe_partitioned or self.is_first_stage():
             return inputs
@@ -346,7 +347,7 @@ class ScheduledEngine(PipelineEngine):
         meta = self.pipe_partition_input_meta_cache
         group = self.grid.get_slice_parallel_group()
         first = PartitionedTensor.from_meta(meta=meta, local_part=inputs[1], group=group).full().requires_grad_()
-        # the leaf whose gradient is sent back
+        # The leaf whose gradient is sent back.
         self.pipe_buffers["inputs"][buffer_id] = whole = (first, *inputs[2:]) if len(inputs) > 2 else first
         return whole
 
@@ -374,7 +375,7 @@ class ScheduledEngine(PipelineEngine):
         self.grad_layer = received
 
     def _exec_weight_gradients(self, _buffer_id: int) -> None:
-        """Compute the oldest weight gradients. Schedules defer and compute in the same order: no buffer is needed."""
+        # The oldest ones. Schedules defer and compute in the same order, so no buffer is named.
         # Without this, DeepSpeed's gradient hooks would take it for a backward pass started by the user.
         self._running_engine_backward = True
         try:
@@ -403,7 +404,8 @@ class ScheduledEngine(PipelineEngine):
     def _exec_await_sends(self) -> None:
         for transfers in self._transfers or ():
             transfers.finish()
-        self._leave_chunk()  # the reductions, the update and the mean loss belong to the whole stage
+        # The reductions, the update and the mean loss belong to the whole stage.
+        self._leave_chunk()
 
     def _by_transfers(self, direction: int) -> AbstractContextManager[None]:
         assert self._transfers is not None, "a model of one chunk neither sends nor receives"

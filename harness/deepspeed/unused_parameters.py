@@ -50,7 +50,8 @@ class UnusedParameters:
 
         def note(parameter: nn.Parameter) -> None:
             self.used.add(self.names[id(parameter)])
-            handles.pop(id(parameter)).remove()  # else it would run in every backward pass
+            # Otherwise it would run in every backward pass.
+            handles.pop(id(parameter)).remove()
 
         handles = {id(p): p.register_post_accumulate_grad_hook(note) for p in self._parameters}
 
@@ -59,7 +60,8 @@ class UnusedParameters:
         self._agreed = True
         # Two rounds: first the names that some rank has not used, usually none; then which of them another has used.
         somewhere = {name for row in all_gather_object(sorted(set(self.names.values()) - self.used)) for name in row}
-        if not somewhere:  # the same decision on all ranks
+        # The same decision on all ranks.
+        if not somewhere:
             return
         unused = somewhere - {name for row in all_gather_object(sorted(somewhere & self.used)) for name in row}
         for updated in updated_tensors(self._optimizer):
@@ -70,13 +72,12 @@ class UnusedParameters:
 
     @contextmanager
     def kept(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Undo the effect of `optimizers` on unused parameters in this context.
-
-        By hooks on `step`: DeepSpeed's ZeRO optimizers step once for each part, which gets its gradient just before.
-        """
+        """Undo the effect of `optimizers` on unused parameters in this context."""
         if not self._agreed:
             self._agree()
         with ExitStack() as stack:
+            # By hooks on `step`: DeepSpeed's ZeRO optimizers step once for each part, which gets its gradient just
+            # before.
             for optimizer in optimizers if self.pieces else ():
                 stack.callback(optimizer.register_step_pre_hook(self._copy).remove)
                 stack.callback(optimizer.register_step_post_hook(self._restore).remove)

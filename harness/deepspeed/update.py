@@ -284,10 +284,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self._count_step(applied, lr_kwargs)
 
     def _clip_and_skip_on_device(self, norm: Tensor) -> None:
-        """Let torch's fused optimizer clip as it reads gradients, and change nothing if the norm is not finite.
-
-        The host does not wait. The reader of the norm must call `count_skipped_step` for a skipped step.
-        """
+        """Let torch's fused optimizer clip as it reads gradients, and change nothing if the norm is not finite."""
+        # The host does not wait. So whoever reads the norm must call `count_skipped_step` for a skipped step.
         optimizer = self.basic_optimizer
         limit = self.gradient_clipping()
         # torch's GradScaler sets the same two attributes; the fused kernel reads both as float32, and divides by the
@@ -316,11 +314,9 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         return self.parts.skips_nonfinite or isinstance(self.optimizer, FlatOptimizer)
 
     def _norm(self) -> Tensor:
-        """Return the whole model's gradient norm before clipping, a float64 scalar; all ranks call it.
-
-        DeepSpeed would count a tied weight on each stage that holds it, count weights replicated over tensor-parallel
-        ranks only on the first stage, and sum squares in float32.
-        """
+        """Return the whole model's gradient norm before clipping, a float64 scalar; all ranks call it."""
+        # DeepSpeed would count a tied weight on each stage that holds it, count weights replicated over tensor-parallel
+        # ranks only on the first stage, and sum squares in float32.
         groups = self.parts.groups
         if isinstance(self.optimizer, FlatOptimizer):
             # Compressed means are whole on every rank, but counting only the rank's slice gives the same sum.
@@ -428,7 +424,8 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
         """Put a gradient into a bucket to reduce, or leave it in the sum over the step's micro-batches."""
         if not self.reduces_once:
             super().process_gradients(param, i)
-        elif self.use_grad_accum_attribute:  # otherwise autograd has added it to `grad`
+        # Otherwise autograd has added it to `grad`.
+        elif self.use_grad_accum_attribute:
             self._fill_param_grad_accum_attribute(param)
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
@@ -478,12 +475,10 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
             super()._check_overflow(partition_gradients)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        """Return the gradient norm times the loss scale, with equally many collectives on each stage.
-
-        DeepSpeed calls one all-reduce over all stages for each parameter group. A stage with fewer groups (for example
-        without experts) would not call the last all-reduces, and the others would hang. Here it adds zeros in them.
-        """
+        """Return the gradient norm times the loss scale, with equally many collectives on each stage."""
         found = [super().scaled_global_norm(norm_type)]
+        # DeepSpeed calls one all-reduce over all stages for each parameter group. A stage with fewer (such as one
+        # without experts) would not call the last all-reduces, and the others would hang. Here it adds zeros in them.
         for _ in range(self.most_groups - len(self.bit16_groups)):
             if self.cpu_offload:
                 found.append(self.complete_grad_norm_calculation_for_cpu_offload([]))

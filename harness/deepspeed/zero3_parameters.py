@@ -24,10 +24,8 @@ def is_partitioned(tensor: Tensor) -> bool:
 
 
 def restore_linear() -> None:
-    """Restore torch's `functional.linear`.
-
-    ZeRO-3's replacement outlives the engine, rounds differently, and fails on a layer of width zero.
-    """
+    """Restore torch's `functional.linear`."""
+    # ZeRO-3's replacement outlives the engine, rounds differently, and fails on a layer of width zero.
     functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", functional.linear)
 
 
@@ -76,18 +74,17 @@ class Partition:
     @property
     def start(self) -> int:
         """Index of this rank's first element."""
-        return min(dist.get_rank(self.group) * self.size, self.total)  # the last ranks may hold only padding
+        # The last ranks may hold only padding.
+        return min(dist.get_rank(self.group) * self.size, self.total)
 
 
 def held_values(tensor: Tensor) -> Tensor:
-    """Return this rank's values of a tensor: flat [n] if ZeRO-3 has partitioned it.
-
-    The padding of the last ranks, which DeepSpeed leaves uninitialised, is excluded.
-    """
+    """Return this rank's values of a tensor: flat [n], without padding, if ZeRO-3 has partitioned it."""
     held = held_tensor(tensor).detach()
     if not is_partitioned(tensor):
         return held
     divided = Partition.of(tensor)
+    # DeepSpeed leaves the padding of the last ranks uninitialised.
     return held.view(-1)[: divided.total - divided.start]
 
 

@@ -127,7 +127,8 @@ class TrainerState:
     trial_name: str | None = None
     trial_params: JsonObject | None = None
 
-    if not TYPE_CHECKING:  # a type checker knows the fields
+    # Hidden from type checkers, which would accept any name otherwise.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise AttributeError; for a field of HuggingFace's state, say what to read instead."""
@@ -163,38 +164,22 @@ class TrainerControl:
 class CallingTrainer(Protocol):
     """The Trainer that calls a callback."""
 
+    # Its types are here, as `trainer.py` imports this module. `run` is a `harness.training.prepare.run.Run`.
     @property
-    def run(self) -> object:
-        """The live run, a `harness.training.prepare.run.Run`."""
-
+    def run(self) -> object: ...
     @property
-    def console(self) -> Console:
-        """Where the run prints."""
-
+    def console(self) -> Console: ...
     @property
-    def engine(self) -> Engine:
-        """The current engine."""
-
+    def engine(self) -> Engine: ...
     @property
-    def model(self) -> nn.Module:
-        """This rank's layers, and the config."""
-
+    def model(self) -> nn.Module: ...
     @property
-    def processing_class(self) -> object:
-        """The tokenizer."""
-
+    def processing_class(self) -> object: ...
     @property
-    def eval_dataset(self) -> object:
-        """The evaluation data as tokens."""
-
-    def evaluate(self) -> JsonObject:
-        """Evaluate; return the metrics."""
-
-    def save_checkpoint(self) -> Path:
-        """Write a checkpoint and wait for it."""
-
-    def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Write the model as a HuggingFace directory."""
+    def eval_dataset(self) -> object: ...
+    def evaluate(self) -> JsonObject: ...
+    def save_checkpoint(self) -> Path: ...
+    def save_model(self, output_dir: str | Path | None = None) -> Path: ...
 
 
 class MomentValues(TypedDict, total=False):
@@ -311,6 +296,7 @@ def take_out(callbacks: list[TrainerCallback], wanted: AnyCallback) -> TrainerCa
 
 def is_default(function: Callable[..., object]) -> bool:
     """Return whether this is a method of TrainerCallback itself (ours or HuggingFace's), which does nothing."""
+    # By name: importing transformers' module takes seconds, and a run without its callbacks does not need it.
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     return name.startswith((f"{__name__}.TrainerCallback.", "transformers.trainer_callback.TrainerCallback."))
 
@@ -318,6 +304,7 @@ def is_default(function: Callable[..., object]) -> bool:
 @cache
 def reads_between_steps(kind: type) -> bool:
     """Return whether callbacks of this class may read the model's weights between two steps."""
+    # The others come when the weights have arrived: after an evaluation, or at the beginning and end of training.
     moments = ("on_step_begin", "on_step_end", "on_log", "on_save", "on_epoch_begin", "on_epoch_end")
     acts = any(hasattr(kind, moment) and not is_default(getattr(kind, moment)) for moment in moments)
     return acts and bool(getattr(kind, "reads_weights", True))

@@ -23,7 +23,6 @@ from harness.config.values.gradient_sums import bucket_size
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
-from harness.deepspeed.engine import stepping_optimizer
 from harness.deepspeed.expert_groups import mark_experts, set_expert_groups
 from harness.deepspeed.initialize import initialize
 from harness.deepspeed.pipeline import Layer, LayerCall
@@ -205,9 +204,9 @@ def _staged(
 
 def _prepare(engine: DeepSpeedEngine, module: nn.Module, spec: EngineSpec, groups: Groups, traits: LayerTraits) -> None:
     """Prepare a new engine and its layers for training; all ranks call it."""
-    optimizer = stepping_optimizer(engine)
-    if isinstance(optimizer, NeedsEngine):
-        optimizer.attach(engine, groups)
+    # The torch optimizer inside DeepSpeed's, to which ZeRO gives flat tensors in place of parameters.
+    if isinstance(engine.basic_optimizer, NeedsEngine):
+        engine.basic_optimizer.attach(engine, groups)
     if isinstance(engine, StagedEngine):
         # The watchdog finds a hanging rank by its current instruction.
         engine.observe(announcer(beat))
@@ -216,6 +215,7 @@ def _prepare(engine: DeepSpeedEngine, module: nn.Module, spec: EngineSpec, group
             # same cores compute and sum, and a step took 1.04 times as long.
             overlap_sums(module)
     if isinstance(module, LayerSequence):
+        # ZeRO-2 and ZeRO-3 engines have no pipeline instructions to report within a step.
         announce_layers(module.calls)
         if spec.resolved.zero_stage == 3 and traits.uses_rng:
             # ZeRO-3's hooks replace a layer's inputs by views, which autograd forbids dropout to change in place.
@@ -223,10 +223,7 @@ def _prepare(engine: DeepSpeedEngine, module: nn.Module, spec: EngineSpec, group
 
 
 def announce_layers(calls: Sequence[LayerCall]) -> None:
-    """Report the start of each layer's forward and backward as progress.
-
-    ZeRO-2 and ZeRO-3 engines have no pipeline instructions to report within a step.
-    """
+    """Report the start of each layer's forward and backward as progress."""
     for index, call in enumerate(calls):
         if isinstance(call, nn.Module):
             call.register_forward_pre_hook(partial(_forward, f"forward of layer {index}"))
@@ -238,7 +235,7 @@ def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
 
 
 def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
-    """Report the start of a layer's backward, when the gradient of its output arrives."""
+    # A layer's backward begins when the gradient of its output arrives.
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _gradient: beat(doing))
@@ -289,13 +286,14 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
 def _without_partitioned_activations(config: JsonObject) -> JsonObject:
     """Switch off DeepSpeed's options that assume equal activations on all tensor-parallel ranks.
 
-    By default DeepSpeed partitions the tensors that stages exchange. Raises UserError for partition_activations.
+    Raises UserError for partition_activations.
     """
     if config.get("activation_checkpointing", {}).get("partition_activations", False):
         raise UserError(
             "activation_checkpointing.partition_activations: this model's layers pass on tensors that differ between "
             "tensor-parallel ranks: remove it"
         )
+    # By default DeepSpeed partitions the tensors that stages exchange.
     whole = {"pipe_partitioned": False, "grad_partitioned": False}
     return {**config, "pipeline": {**config.get("pipeline", {}), **whole}}
 
@@ -414,16 +412,14 @@ def secondary_size(spec: EngineSpec, groups: Groups) -> int:
 
 
 def open_secondary_group(spec: EngineSpec, groups: Groups) -> dist.ProcessGroup | None:
-    """Create and return this rank's group for the secondary copy; None without hpZ. All ranks call it.
-
-    Its ranks are consecutive in a data-parallel group. DeepSpeed would take consecutive global ranks, which hold
-    different parameters under pipeline or tensor parallelism.
-    """
+    """Create and return this rank's group for the secondary copy; None without hpZ. All ranks call it."""
     size = secondary_size(spec, groups)
     mine = None
     if size > 1:
         # torch requires every rank to create every group, in the same order.
         for replicas in groups.layout.groups("data"):
+            # Consecutive ranks of a data-parallel group. DeepSpeed would take consecutive global ranks, which hold
+            # different parameters under pipeline or tensor parallelism.
             for start in range(0, len(replicas), size):
                 ranks = list(replicas[start : start + size])
                 group = dist.new_group(ranks, timeout=run_timeout())

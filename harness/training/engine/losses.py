@@ -296,7 +296,8 @@ class MeanLoss(Loss):
         # In training all rows count, and int(rows) would make the host wait for the device.
         if not torch.is_grad_enabled():
             n = int(rows)
-        if n == 0:  # only padding, of which the mean would be NaN
+        # Only padding, of which the mean would be NaN.
+        if n == 0:
             return weight * 0.0
         kept = tuple(label[:n] for label in labels)
         outputs = outputs[:n] if isinstance(outputs, Tensor) else tuple(tensor[:n] for tensor in outputs)
@@ -359,7 +360,8 @@ def with_objective(loss: Loss, objective: Callable[[CausalLoss], Loss]) -> Loss:
     """Replace the cross entropy in a decoder's loss by another loss of the same logits."""
     if isinstance(loss, RouterLoss):
         return replace(loss, causal=with_objective(loss.causal, objective))
-    assert isinstance(loss, CausalLoss)  # an objective and a user's own loss exclude each other
+    # An objective and a user's own loss exclude each other.
+    assert isinstance(loss, CausalLoss)
     return objective(loss)
 
 
@@ -400,10 +402,8 @@ def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smooth
 
 
 def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
-    """Call the user's loss; return a float32 scalar. Raises UserError unless it returns a tensor of one element.
-
-    The activity `loss_fn` tells the watchdog that a slow function is not a hang.
-    """
+    """Call the user's loss; return a float32 scalar. Raises UserError unless it returns a tensor of one element."""
+    # The activity tells the watchdog that a slow function is not a hang.
     with inside("loss_fn"):
         loss: object = loss_fn(*values, **named)
     if isinstance(loss, Tensor) and loss.numel() == 1:

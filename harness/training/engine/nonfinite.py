@@ -70,8 +70,6 @@ class NonFinite:
     def judge_weights(self, engine: Engine, target: str) -> None:
         """Check the weights before they are written to `target`; all ranks call it.
 
-        Non-finite weights are not written, as a new checkpoint may cause an older good one to be deleted.
-
         Raises:
             UserError: with `stop`.
             NonFiniteStep: with `rollback`.
@@ -83,6 +81,7 @@ class NonFinite:
             return
         rank, name = next((rank, name) for rank, name in enumerate(all_gather_object(bad)) if name is not None)
         text = f"{name} is not finite (rank {rank})"
+        # Never written, as a new checkpoint may cause an older good one to be deleted.
         if self.policy == "stop":
             raise UserError(f"{text}: {target} is not written; resume from an older checkpoint")
         if self.policy == "rollback":

@@ -111,24 +111,20 @@ def parameter_groups(
 
 
 def grouped(module: nn.Module, group: Callable[[str], tuple[int, ParameterGroup]]) -> list[ParameterGroup]:
-    """Return the trainable parameters in groups.
-
-    Parameters kept in float32 get groups of their own, as DeepSpeed flattens each group into one tensor. So do experts
-    distributed over data-parallel ranks, as they are reduced over another process group.
-
-    In a group, parameters with a multiple of 8 elements come first, so that each of them starts at a multiple of 16
-    bytes, even in 16 bits. A GPU's grouped products of experts need that. Other parameters, such as `sinks`, are few
-    and small.
+    """Return the trainable parameters in groups, with further groups for float32 parameters and distributed experts.
 
     Args:
         group: returns the index of a parameter's group, and the options of that group, by the name in `module`.
     """
     groups: dict[tuple[int, bool, bool], ParameterGroup] = {}
+    # Parameters with a multiple of 8 elements come first, so that each of them starts at a multiple of 16 bytes, even
+    # in 16 bits. A GPU's grouped products of experts need that. Other parameters, such as `sinks`, are few and small.
     # The sort is stable, so ranks with the same layers flatten their parameters in the same order.
     ordered = sorted(module.named_parameters(), key=lambda named: prod(unpartitioned_shape(named[1])) % 8 > 0)
     for name, parameter in ordered:
         if parameter.requires_grad:
             index, options = group(name)
+            # DeepSpeed flattens a group into one tensor of one dtype, and reduces it over one process group.
             key = index, getattr(parameter, "kept_in_fp32", False), is_expert(parameter)
             made = groups.setdefault(key, {"params": [], **options, **(EXPERT_GROUP if key[2] else {})})
             made["params"].append(parameter)
@@ -136,14 +132,11 @@ def grouped(module: nn.Module, group: Callable[[str], tuple[int, ParameterGroup]
 
 
 def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:
-    """Split parameter groups into groups of about `size` elements; a larger parameter forms its own group.
-
-    Each group is reduced over the data-parallel ranks as a whole, so the reduction of one can overlap with the backward
-    pass of others.
-    """
+    """Split parameter groups into groups of about `size` elements; a larger parameter forms its own group."""
     found: list[ParameterGroup] = []
     for group in groups:
-        elements = size  # as if a bucket were full: the first parameter opens one
+        # As if a bucket were full: the first parameter opens one.
+        elements = size
         for parameter in group["params"]:
             if elements + parameter.numel() > size:
                 found.append({**group, "params": []})
@@ -200,16 +193,14 @@ def adagrad(groups: list[ParameterGroup], options: JsonObject, _names: Mapping[T
 
 
 def makes_torchs_class(config: JsonObject, device: torch.device) -> bool:
-    """Return whether torch's fused class replaces DeepSpeed's, which is compiled at its first use.
-
-    DeepSpeed's needs nvcc and ninja; torch's needs neither. For states offloaded from a GPU to the host, DeepSpeed's
-    CPU class is used if it can be compiled, as it is several times as fast.
-    """
+    """Return whether torch's fused class replaces DeepSpeed's, which nvcc and ninja compile at its first use."""
     optimizer = _named(config)
     if optimizer is None or optimizer.torch is None:
         return False
-    if not _options(config).get("bias_correction", True):  # torch's class cannot switch it off
+    # torch's class cannot switch it off.
+    if not _options(config).get("bias_correction", True):
         return device.type == "cpu"
+    # For states offloaded from a GPU to the host, DeepSpeed's CPU class is several times as fast, if compiled.
     return device.type == "cpu" or not _offloads_states(config) or bool(_missing(("c++", "ninja")))
 
 
@@ -308,13 +299,11 @@ def _maker(optimizer: OptimizerType) -> Callable[..., Optimizer]:
 
 
 def made_here(config: JsonObject, device: torch.device) -> bool:
-    """Return whether the harness, not DeepSpeed, makes the optimizer that `config` names.
-
-    For states offloaded from a GPU, DeepSpeed compiles its own class for the host; on a CPU that gains nothing.
-    """
+    """Return whether the harness, not DeepSpeed, makes the optimizer that `config` names."""
     optimizer = _named(config)
     if optimizer is None or (optimizer.source != "harness" and not optimizer.made_by):
         return False
+    # For states offloaded from a GPU, DeepSpeed compiles its own class for the host; on a CPU that gains nothing.
     return device.type == "cpu" or optimizer.host is None or not _offloads_states(config)
 
 
@@ -333,7 +322,8 @@ def learning_rate_schedule(args: TrainingArguments, max_steps: int) -> Callable[
                 num_training_steps=max_steps,
                 scheduler_specific_kwargs=dict(options or {}),
             )
-        except ValueError as error:  # values that do not fit the optimizer's learning rate
+        # Values that do not fit the optimizer's learning rate.
+        except ValueError as error:
             raise UserError(f"--lr_scheduler_type {args.lr_scheduler_type}: {error}") from error
         return scheduler
 
@@ -366,8 +356,10 @@ class SchedulePosition:
 def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
     """Advance a newly built schedule to its state after `steps` steps."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of scheduler steps without optimizer steps
-        if isinstance(scheduler, LambdaLR):  # a function of the step alone
+        # torch warns of scheduler steps without optimizer steps.
+        warnings.simplefilter("ignore")
+        # A function of the step alone.
+        if isinstance(scheduler, LambdaLR):
             scheduler.last_epoch = steps - 1
             scheduler._step_count = steps  # noqa: SLF001  # else `step` warns, as at its first call
             scheduler.step()
@@ -376,5 +368,5 @@ def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
             scheduler.step(steps - 1)
         else:
             for _ in range(steps):
-                # DeepSpeed passes the batch size where ReduceLROnPlateau expects a loss: do the same
+                # DeepSpeed passes the batch size where ReduceLROnPlateau expects a loss: do the same.
                 scheduler.step(*([train_batch] if isinstance(scheduler, ReduceLROnPlateau) else []))

@@ -139,14 +139,11 @@ def given_samples(given: UserData, request: DataRequest) -> Datasets:
 
 def require_samples_of(data: MapDataset, name: str, source: ModelSource | None) -> MapDataset:
     """Return the data set. Raises UserError if the decoder `source` cannot take its rows as samples."""
-    if source is not None and len(data):
-        _require_sample(data[0], name, source)
-    return data
-
-
-def _require_sample(row: object, name: str, source: ModelSource | None) -> None:
-    if source is not None and isinstance(row, Mapping) and "input_ids" not in row:
+    # The first row stands for all: reading every one may take hours.
+    row: object = data[0] if source is not None and len(data) else None
+    if isinstance(row, Mapping) and "input_ids" not in row:
         raise UserError(
             f"{name} has {', '.join(map(str, row)) or 'nothing'}: to turn text and conversations into samples needs "
             f"{FOLDER}, which is not installed: give samples with input_ids"
         )
+    return data

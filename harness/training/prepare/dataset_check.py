@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from harness.batches.collate import (
-    IGNORED,
-    Collator,
-    MapDataset,
-    MicroBatch,
-    TokenCollator,
-    collate,
-    unequal_shapes,
-)
+from harness.batches.collate import IGNORED, Collator, MapDataset, MicroBatch, TokenCollator, collate, unequal_shapes
 from harness.batches.evaluation import by_prefix
 from harness.batches.given import require_one_length, require_short
 from harness.batches.padding import PaddedSamples

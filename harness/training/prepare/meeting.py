@@ -46,12 +46,14 @@ def meet(spec: RunSpec) -> Meeting:
         device = start(env)
         if args.use_cpu and device.type != "cpu":
             raise UserError("--use_cpu: DeepSpeed has found a GPU already: set DS_ACCELERATOR=cpu in the environment")
-        all_or_none(lambda: require_supported(spec.resolved))  # hosts may have different devices
+        # On every rank, as hosts may have different devices.
+        all_or_none(lambda: require_supported(spec.resolved))
         if parts.output_checks is not None:
             parts.output_checks.require_shared(spec.output_dir, env.rank, env.world_size)
         check_agreement(spec.resolved.config, spec.layout, others=all_or_none(spec.fingerprint))
         all_or_none(lambda: lock_directory(spec.output_dir) if env.rank == 0 else None)
         foreign_groups = open_groups()
+        # Only after all ranks have agreed on the layout: they must create the same groups in the same order.
         groups = build_groups(spec.layout, spec.resolved.chunks.loss_stage, device)
         THIS_RANK.rank = groups.rank
         THIS_RANK.stage = groups.coordinate.stage
@@ -67,6 +69,7 @@ def meet(spec: RunSpec) -> Meeting:
     on_host, hosts = all_gather_on_host(host_id(), groups.rank), Hosts(tuple(gather_object(host_id())))
     if spec.samples is not None and parts.output_checks is not None:
         parts.output_checks.require_writable(spec.output_dir, on_host, groups.rank, console)
+    # On rank 0, which alone has gathered the hosts.
     if hosts.ids and parts.placement_advice is not None and (advice := parts.placement_advice(spec.layout, hosts)):
-        console.warn(advice)  # on rank 0, which alone knows the hosts
+        console.warn(advice)
     return Meeting(groups=groups, foreign_groups=foreign_groups, on_host=on_host)

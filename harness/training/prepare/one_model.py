@@ -64,7 +64,8 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
     with torch.no_grad():
         # Tied tensors once. The order is the same on all ranks, because their names are equal.
         for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
-            sent = tensor.detach().to(device).contiguous()  # NCCL sends no host tensors
+            # NCCL sends no host tensors.
+            sent = tensor.detach().to(device).contiguous()
             dist.broadcast(sent, src=0)
             tensor.data.copy_(sent)
     console.say("the model in memory differs between processes: training the one of rank 0")
@@ -117,6 +118,7 @@ def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, objec
     """Return, for each axis, the checksums of the tensors that must be equal along it."""
     held = dict(_held(module))
     sums: dict[str, object] = {name: checksum(tensor) for name, (tensor, _) in held.items()}
+    # `GivenStages` keeps them unregistered, and a module without stages has none.
     ties = getattr(module, "__dict__", {}).get("tied_modules", {})
     spread = {name for name, p in module.named_parameters() if (shard := shard_of(p)) is not None and shard.over_data}
     return {
@@ -140,6 +142,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
 
 def checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of a tensor's bytes."""
+    # As bytes, because numpy has no bfloat16.
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

@@ -38,7 +38,6 @@ from harness.hf.weights.tensor_files import sampled
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.engine.losses import LossFunction
-from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.engine.outputs import Preprocess
 from harness.training.engine.spec import EngineSpec
 from harness.training.parts import Parts, needed
@@ -161,6 +160,7 @@ class RunSpec(EngineSpec):
             ],
             "model config": {} if source is None else shaping(source.config),
             "origin of the weights (files, memory or seed)": type(weights).__name__,
+            # Hosts may have the files on disks of their own.
             "set of weight files": sampled(weights) if isinstance(weights, Path) else {},
             "set of arguments": {item.name: str(getattr(self.args, item.name)) for item in fields(self.args)},
             "training data": self.data_digest,
@@ -216,6 +216,10 @@ def plan_run(
     if source is None:
         _require_config_for_layers(resolved)
     _require_parts(args, inputs.parts, resolved)
+    user_optimizer = None
+    if inputs.optimizers not in (None, (None, None)):
+        find = needed(inputs.parts.user_optimizer, "optimizers", "harness.extras")
+        user_optimizer = find(inputs, source, adaptation, resolved, layout)
     # A base model without weights is drawn from the seed, so adapters trained on it fit no other seed.
     base_seed = args.seed if source is not None and source.weights is None else None
     spec = RunSpec(
@@ -232,7 +236,7 @@ def plan_run(
         layout=layout,
         max_steps=max_steps,
         compression=inputs.parts.compression,
-        user_optimizer=_user_optimizer(inputs, source, adaptation, resolved, layout),
+        user_optimizer=user_optimizer,
     )
     for note in inputs.parts.argument_notes(args.without_effect):
         inputs.console.say(note)
@@ -290,16 +294,6 @@ def _for_objective(
     ]
     refuse_all([*problems, *objective.obstacles(args)])
     return replace(source, prepare=objective.prepare_model)
-
-
-def _user_optimizer(
-    inputs: RunInputs, source: ModelSource | None, adaptation: Adapters | None, resolved: Resolved, layout: Layout
-) -> GivenOptimizer | None:
-    """Return the Trainer's `optimizers`, or None. Raises UserError if this run cannot train with them."""
-    if inputs.optimizers in (None, (None, None)):
-        return None
-    find = needed(inputs.parts.user_optimizer, "optimizers", "harness.extras")
-    return find(inputs, source, adaptation, resolved, layout)
 
 
 def resolve_for(

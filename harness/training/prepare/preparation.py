@@ -54,7 +54,8 @@ from harness.training.prepare.trainable import TrainableModel, require_compilabl
 def prepare_run(spec: RunSpec, data: Datasets) -> Run:
     """Prepare everything that training needs; all ranks call it. Raises UserError for what the user can correct."""
     args, console, parts = spec.args, spec.console, spec.parts
-    if console.log is None:  # no log file: DeepSpeed would print between the program's own lines
+    # Without a log file DeepSpeed would print between the program's own lines.
+    if console.log is None:
         silence_prints()
 
     # 1. The ranks meet and settle the specification: from here on it does not change.
@@ -63,37 +64,32 @@ def prepare_run(spec: RunSpec, data: Datasets) -> Run:
     saved = saved_run(spec.resume_request, console)
     spec = _settled(spec, groups, saved)
     resolved, source, adapters = spec.resolved, spec.source, spec.adaptation
+    # Before the checks and the layers below read a model in memory, of which each process has made its own.
     take_first_ranks(tensors_in_memory(spec.inputs.model, source, adapters), device, console)
 
     # 2. The first samples of the data are checked.
     check = _data_check(spec, groups)
-    sample = check.first_batches(data)
-    if source is not None and sample is not None and not check.own_loss and meaning_of(sample) == OTHERS:
-        console.say(
-            "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
-        )
+    sample = _first_samples(spec, check, data)
 
     # 3. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
     prediction = _predicted(spec, device, sample, list(meeting.on_host.values))
     trainable = _trainable(spec, groups, sample, data.train)
     if saved is not None:
         saved.require_same_model(trainable.summary, trainable.shaping_config)
-    if (causal := trainable.causal) is not None:  # the vocabulary is now known: check ids against it
+    if (causal := trainable.causal) is not None:
+        # The vocabulary is known only now: check ids against it.
         check = check.with_vocabulary(causal.vocab_size)
         check.first_batches(data)
     for line in [] if parts.data is None else parts.data.sample_lines(data):  # lets the user spot a wrong loss mask
         console.say(line)
-    base: dict[str, str] = {}
-    if source is not None and adapters is not None:  # rank 0 saves the checksums of the base model
-        base = all_or_none(lambda: adapters.base_checksums(source) if groups.rank == 0 else {})
-    if saved is not None:
-        all_or_none(partial(saved.require_same_base, base))
+    base = _base_checksums(spec, groups, saved)
     prompts = None
     if args.sample_prompts is not None:
         # `plan_run` has refused the flag without the data part, and for a list of layers.
         assert parts.data is not None and causal is not None
         prompts = all_or_none(partial(parts.data.sample_prompts, args, data, causal.source, causal.vocab_size))
     boundaries = choose_boundaries(trainable, resolved, _measured_costs(spec, trainable, device, sample))
+    # The watch compares the ranks' speed: a stage with more layers is not a straggler.
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, resolved.chunks)
 
     # 4. The layers of this rank, and DeepSpeed's engine around them.
@@ -120,16 +116,34 @@ def prepare_run(spec: RunSpec, data: Datasets) -> Run:
         prompts=prompts,
         prediction=prediction,
     )
-    malloc_trim()  # DeepSpeed has copied all parameters into flat tensors and freed the originals
-    if resolved.zero_stage != 2:  # ZeRO-2's buckets would make this take up to 1.5 times the memory
+    # DeepSpeed has copied all parameters into flat tensors and freed the originals.
+    malloc_trim()
+    # ZeRO-2's buckets would make this take up to 1.5 times the memory.
+    if resolved.zero_stage != 2:
         keep_freed_memory(device)
     if args.saves:
+        # An optimizer whose state cannot be saved is refused here, not at the first checkpoint.
         _warn_of_full_disk(run, run.engine_state.require_savable())
     objective = spec.inputs.objective
     if objective is not None and source is not None:
+        # While the engine still has the initial weights, with which preferences compare; a checkpoint is loaded later.
         run.data = objective.before_training(engine, data, check.collator, source, adapters, console)
     run.stream = training_stream(run)
     return run
+
+
+def _base_checksums(spec: RunSpec, groups: Groups, saved: SavedRun | None) -> dict[str, str]:
+    """Return the checksums of the adapters' base model on rank 0, which saves them; {} on others and without adapters.
+
+    Raises UserError on all ranks if the saved run has another base model.
+    """
+    source, adapters = spec.source, spec.adaptation
+    base: dict[str, str] = {}
+    if source is not None and adapters is not None:
+        base = all_or_none(lambda: adapters.base_checksums(source) if groups.rank == 0 else {})
+    if saved is not None:
+        all_or_none(partial(saved.require_same_base, base))
+    return base
 
 
 def _settled(spec: RunSpec, groups: Groups, saved: SavedRun | None) -> RunSpec:
@@ -137,6 +151,7 @@ def _settled(spec: RunSpec, groups: Groups, saved: SavedRun | None) -> RunSpec:
     resolved, max_steps = spec.resolved, spec.max_steps
     if saved is not None and spec.samples is not None:
         resolved, max_steps = spec.resolved_at(saved.progress)
+    # Last, as `resolved_at` resolves the config anew, in which the bits may be "auto".
     if spec.compression is not None and resolved.gradient_bits != 0:
         resolved = spec.compression.settled(resolved, groups, spec.console)
     return replace(spec, resolved=resolved, max_steps=max_steps)
@@ -161,6 +176,15 @@ def _data_check(spec: RunSpec, groups: Groups) -> DatasetCheck:
         own_loss=any(own is not None for own in (inputs.loss_fn, inputs.compute_loss_func, inputs.objective)),
         require_packable=spec.parts.require_packable,
     )
+
+
+def _first_samples(spec: RunSpec, check: DatasetCheck, data: Datasets) -> MicroBatch | None:
+    sample = check.first_batches(data)
+    if spec.source is not None and sample is not None and not check.own_loss and meaning_of(sample) == OTHERS:
+        spec.console.say(
+            "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
+        )
+    return sample
 
 
 def _predicted(
@@ -253,10 +277,12 @@ def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:
     """Warn if a checkpoint does not fit on the disk. `states` names the optimizer's states of each weight."""
     stored = run.trainable.size(trained=run.spec.adaptation is not None)
     kept = 0 if run.spec.args.save_only_model else len(states) * run.trainable.size(trained=True)
+    # Trained weights and states are stored in float32 in every precision.
     needed = (stored + kept) * torch.float32.itemsize
     with suppress(OSError):
         disk = shutil.disk_usage(run.spec.output_dir)
-        if run.spec.inputs.env.rank == 0 and disk.total and needed > disk.free:  # ramfs and others report a size of 0
+        # ramfs and others report a size of 0.
+        if run.spec.inputs.env.rank == 0 and disk.total and needed > disk.free:
             run.console.warn(f"a checkpoint takes about {needed:,} bytes, {room(run.spec.output_dir)}: saves will fail")
 
 
@@ -295,8 +321,10 @@ def report_padding(console: Console, share: float, *, packed: bool) -> None:
 
 def release(run: Run) -> None:
     """Free the engine's memory and close the run's process groups. A second call does nothing."""
-    if not vars(run.engine.deepspeed):  # already released: open groups may belong to another run
+    # Already released, and the open groups may belong to another run.
+    if not vars(run.engine.deepspeed):
         return
+    # First, as its thread reads the store of the process group to see other hosts.
     ACTIVITY.stop_watching()
     run.engine.release()
     leave_memory()

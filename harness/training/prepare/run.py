@@ -89,7 +89,17 @@ class Run:
     evaluation_due: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.state = self._initial_state()
+        samples = self.spec.samples or 0
+        self.state = TrainerState(
+            max_steps=self.spec.max_steps,
+            is_world_process_zero=self.spec.inputs.env.rank == 0,
+            is_local_process_zero=self.spec.inputs.env.local_rank == 0,
+            num_train_epochs=-(-self.spec.max_steps * self.spec.resolved.train_batch // samples) if samples else 0,
+            logging_steps=interval(self.spec.args.logging_steps, self.spec.max_steps),
+            eval_steps=interval(self.spec.args.eval_steps or self.spec.args.logging_steps, self.spec.max_steps),
+            save_steps=interval(self.spec.args.save_steps, self.spec.max_steps),
+            train_batch_size=self.spec.resolved.micro_batch,
+        )
 
     @property
     def console(self) -> Console:
@@ -99,7 +109,8 @@ class Run:
     def module(self) -> nn.Module:
         """This rank's layers in DeepSpeed's engine, with the weights of the last update."""
         module: nn.Module = self.engine.deepspeed.module
-        self.engine.settle()  # else weights may still be on their way from other data ranks
+        # Otherwise weights may still be on their way from other data ranks.
+        self.engine.settle()
         return module
 
     @property
@@ -110,6 +121,7 @@ class Run:
         return EngineState(
             engine=self.engine.deepspeed,
             groups=self.groups,
+            # Under peft's names, peft's `from_pretrained` can read the adapters of a checkpoint.
             rename=(lambda key: saved_name(name(key))) if adapters else name,
             adapters=adapters,
             compression=self.engine.compression,
@@ -120,19 +132,6 @@ class Run:
         """Replace the evaluation data; `is_new` marks data that is not yet checked."""
         self.data = replace(self.data, evaluation=data)
         self.evaluation_is_new = is_new
-
-    def _initial_state(self) -> TrainerState:
-        samples = self.spec.samples or 0
-        return TrainerState(
-            max_steps=self.spec.max_steps,
-            is_world_process_zero=self.spec.inputs.env.rank == 0,
-            is_local_process_zero=self.spec.inputs.env.local_rank == 0,
-            num_train_epochs=-(-self.spec.max_steps * self.spec.resolved.train_batch // samples) if samples else 0,
-            logging_steps=interval(self.spec.args.logging_steps, self.spec.max_steps),
-            eval_steps=interval(self.spec.args.eval_steps or self.spec.args.logging_steps, self.spec.max_steps),
-            save_steps=interval(self.spec.args.save_steps, self.spec.max_steps),
-            train_batch_size=self.spec.resolved.micro_batch,
-        )
 
     def next_event(self, step: int) -> int:
         """Return the next step that may have events due, apart from ends of epochs and the last step.

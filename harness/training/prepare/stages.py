@@ -59,8 +59,7 @@ def choose_boundaries(trainable: TrainableModel, resolved: Resolved, measured: S
         measured: measured costs of the layers; None for the computed ones.
 
     Raises:
-        UserError: there are fewer layers than chunks, or a chunk has no trained parameter, which DeepSpeed's engines
-            do not support.
+        UserError: there are fewer layers than chunks, or a chunk has no trained parameter.
     """
     chunks = resolved.chunks
     if chunks.per_stage > 1 and chunks.count > len(trainable.layers):
@@ -79,6 +78,7 @@ def choose_boundaries(trainable: TrainableModel, resolved: Resolved, measured: S
             names=trainable.names,
         )
     for chunk, (start, stop) in enumerate(pairwise(boundaries)):
+        # DeepSpeed's engines do not support a stage without a trained parameter.
         if not sum(trainable.trained[start:stop]):
             where = f"stage {chunk}" if chunks.per_stage == 1 else f"model chunk {chunk}"
             if chunks.count == 1:

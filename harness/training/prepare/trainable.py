@@ -212,6 +212,7 @@ def trainable_decoder(
     _require_kept(causal.in_fp32, spec, groups.rank)
     _require_gradients(causal, spec)
     tiling = causal.apart.plan.tiling
+    # `warn` prints on every rank that calls it.
     if groups.rank == 0 and tiling is not None:
         for reason in tiling.idle_tiles(causal.apart, causal.outer.layers, attention_of(source.config)):
             warn(f"model type {source.config.model_type!r}: {reason}")
@@ -263,7 +264,8 @@ def _finisher(
     Also returns a line for the user on the kernels that were chosen; it may be empty.
     """
     args, steps, line = spec.args, [layer_finisher(spec, groups, part)], ""
-    compiles = spec.resolved.compile_backend is not None  # which fuses more than the harness
+    # In the layers that it compiles, torch.compile fuses more than the harness.
+    compiles = spec.resolved.compile_backend is not None
     own = args.fused_kernels and not (compiles and groups.device.type == "cpu")
     liger = args.use_liger_kernel if source.has_values else False
     fusing = needed(parts.fusing, "--use_liger_kernel", "harness.extras") if liger else parts.fusing
@@ -301,6 +303,7 @@ def _require_gradients(causal: CausalModel, spec: EngineSpec) -> None:
 
 def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> PretrainedConfig:
     """Apply the arguments' router-loss settings. Raises UserError for a coefficient of a disabled router loss."""
+    # Copies, because the config may be the user's own object.
     if args.output_router_logits is not None:
         config = copy.deepcopy(config)
         config.output_router_logits = args.output_router_logits

@@ -53,11 +53,12 @@ class MetricsFile:
         self._file = self._cut(first_step)
 
     def write(self, record: StepRecord | JsonObject) -> None:
-        """Append one object, unbuffered so that it survives a kill. If that fails, warn and retry with the next one."""
+        """Append one object. If that fails, warn and retry with the next one."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
         # A step's other values are numbers, which need no masking: this runs in every step.
         if content is record or "source_losses" in content:
             content = self._secrets.without(content)
+        # Nearly every line is finite: look through its values only if `json` has found one that is not.
         try:
             line = json.dumps(content, default=str, allow_nan=False)
         except ValueError:
@@ -109,6 +110,7 @@ class MetricsFile:
         return file
 
     def _opened(self) -> FileIO:
+        # Unbuffered, so that a line survives a kill.
         return FileIO(self._path, "ab", opener=open_no_link)
 
     def _attempt(self, action: Callable[[], None]) -> None:
@@ -232,7 +234,8 @@ class Recorder:
             f"{name}_loss": mean(each.source_losses[name] for each in counted if name in each.source_losses)
             for name in {name: None for each in counted for name in each.source_losses}
         }
-        logs |= of_sources  # not nested: monitors take numbers, not dicts
+        # Not nested: monitors take numbers, not dicts.
+        logs |= of_sources
         self._unlogged.clear()
         self.state.log_history.append(logs)
         if self._monitors is not None:

@@ -55,7 +55,8 @@ class Checkpoints:
         self._best: float | None = None  # metric of the step that is being saved, if it is the best so far
         self._begun = time.monotonic()  # when the last save began
         self._saved = run.state  # the state when the newest save began
-        self._state_of: tuple[int, int] | None = None  # (step, consumed samples) of the newest save
+        # Step and consumed samples of the newest save. After a rollback the same step comes again, with other samples.
+        self._state_of: tuple[int, int] | None = None
         args = run.spec.args
         self._owns_directory = args.resume_from_checkpoint is not None and not args.overwrite_output_dir
         self.newest: int | None = None
@@ -107,10 +108,11 @@ class Checkpoints:
     def begin(self, *, last: bool = False) -> None:
         """Begin to save the current state, unless its save has already begun; warn if it fails.
 
-        The `last` save of a run waits until it is complete, so it needs no copy in memory.
+        The `last` save of a run waits until it is complete.
         """
         if self._state_of != (self.run.state.global_step, self.run.state.consumed_samples):
             self.finish()
+            # The last save needs no copy of the weights in memory: no step changes them while it is written.
             self._attempt(self._overridden or partial(self._begin, copy=not last))
             if last:
                 self.finish()
@@ -138,6 +140,7 @@ class Checkpoints:
         This way a killed run with short steps repeats at most the steps between two saves.
         """
         until = time.monotonic() + MOMENT_S
+        # The condition is the same on all ranks, so all of them or none enter `any_rank`.
         while self.pending is not None and self.pending.step == self.run.state.global_step - 1:
             self.pending.wait(until - time.monotonic())
             if any_rank(self.pending.is_busy):
@@ -154,6 +157,7 @@ class Checkpoints:
     def save(self) -> Path:
         """Save the current state and wait until the checkpoint is complete. Raises NotSaved if it fails."""
         self.finish()
+        # Nobody trains while this waits.
         pending = self._begin(copy=False)
         try:
             while not self._advance():
@@ -189,24 +193,28 @@ class Checkpoints:
 
     def _begin(self, *, copy: bool) -> BackgroundSave:
         step = self.run.state.global_step
+        # From the start of a save to the start of the next: `--save_seconds` bounds the work that a crash can lose.
         self._begun = time.monotonic()
         self.require_own_directory()
         self._nonfinite.judge_weights(self.run.engine, finished_name(step))
         self._best = self.run.state.best_metric if self.run.state.best_global_step == step else None
         self.pending = begin_checkpoint(self.run, self._writer, copy=copy)
         self._state_of = step, self.run.state.consumed_samples
+        # A copy, as `on_save` is called when training may be some steps ahead.
         self._saved = replace(self.run.state)
         return self.pending
 
     def _advance(self) -> bool:
         pending = self.pending
-        self.pending = None  # nothing is pending if advance() raises NotSaved
+        # So that nothing is pending if `advance` raises NotSaved.
+        self.pending = None
         if pending is None:
             return False
         if not pending.advance():
             self.pending = pending
             return False
         self.newest = pending.step
+        # Only now: an unfinished checkpoint must not be named as the best model.
         if self._best is not None:
             self.run.state.best_model_checkpoint = str(pending.path)
             self.run.state.best_saved_metric = self._best
@@ -241,6 +249,7 @@ def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
     target = Target(
         output_dir=run.spec.output_dir,
         keep=run.spec.args.save_total_limit,
+        # Never deleted, even if it is beyond the limit.
         best=_best(run),
         model_only=run.spec.args.save_only_model,
         write_others=lambda folder: export(run).write_configs(folder) if export is not None else None,

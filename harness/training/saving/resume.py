@@ -51,7 +51,7 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
     state.global_step = progress.step
     state.consumed_samples = progress.consumed_samples
     run.evaluation_due = progress.evaluation_due
-    # Compared as resolved, since a path has several spellings.
+    # The best checkpoint's name is saved without its folder. Compared as resolved, since a path has several spellings.
     is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()
     folder = run.spec.output_dir if is_own else checkpoint.absolute().parent
     best_model = run.spec.parts.best_model
@@ -86,11 +86,13 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
         raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {spec.output_dir}")
     if saved is None:
         return
+    # Only rank 0 has the checksums: if they differ, all ranks must fail.
     all_or_none(partial(saved.require_same_base, run.base_checksums))
     saved.require_same_model(run.trainable.summary, run.trainable.shaping_config)
     if spec.samples is not None:
         _, steps = spec.resolved_at(saved.progress)
-        if steps != spec.max_steps:  # the learning-rate schedule is already built for max_steps
+        # The learning-rate schedule is already built for max_steps.
+        if steps != spec.max_steps:
             raise UserError(
                 f"train(resume_from_checkpoint={name!r}): {saved.checkpoint} was saved with another global batch, so "
                 f"--num_train_epochs takes {steps} steps: give resume_from_checkpoint to TrainingArguments instead"
@@ -106,7 +108,8 @@ def resume(run: Run, checkpoint: Path) -> None:
     """
     console = run.console
     progress = load(run, checkpoint)
-    run.state.skipped_samples += progress.skipped_samples  # in place: the stream holds the same list
+    # In place, as the stream holds the same list.
+    run.state.skipped_samples += progress.skipped_samples
     console.say(f"resumed from {checkpoint} at step {progress.step}")
     here = f"{run.spec.layout}, ZeRO-{run.spec.resolved.zero_stage}, {run.spec.resolved.precision}"
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
@@ -134,7 +137,8 @@ def hyperparameters(
     values = JsonObject()
     if user_optimizer is None:
         values |= {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
-        values["learning_rate"] = args.learning_rate  # also for an optimizer in the JSON without one
+        # Also for an optimizer in the JSON that does not state it.
+        values["learning_rate"] = args.learning_rate
     else:
         values |= _flat("optimizers", user_optimizer.hyperparameters)
     if "scheduler" not in config and (user_optimizer is None or user_optimizer.scheduler is None):
@@ -144,7 +148,8 @@ def hyperparameters(
     for section in SECTIONS:
         if section in config:
             values.update({NAMES.get(name, name): value for name, value in _flat(section, config[section])})
-    values.pop("optimizer.type", None)  # another optimizer is refused, not reported
+    # Another optimizer is refused, not reported.
+    values.pop("optimizer.type", None)
     return values
 
 
