@@ -77,11 +77,12 @@ class MaskRows:
 def documents_apart(positions: Tensor | None) -> Iterator[None]:
     """In this context, make masks in which no token sees another document of its packed row.
 
-    `positions` are [batch, tokens], from 0 in each document; None if rows are not packed. transformers would read that
-    from the values of the position ids, and the host would wait for the device in every forward.
+    `positions` are [batch, tokens], from 0 in each document; None if rows are not packed.
     """
     if positions is not None:
         _wrap_interface()
+    # transformers would look for documents in the values of the position ids, and the host would wait for the device in
+    # every forward.
     found = masking_utils.find_packed_sequence_indices
     vars(masking_utils)["find_packed_sequence_indices"] = lambda _positions: None
     before = _documents.set(positions)
@@ -96,7 +97,8 @@ def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argume
     """Call transformers' mask function for a mask that keeps documents apart."""
     # The prepended position gives the first token a step of 1, so that it begins no second document.
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
-    numbers = (steps != 1).cumsum(-1)  # the number of each token's document in its row
+    # The number of each token's document in its row.
+    numbers = (steps != 1).cumsum(-1)
     apart = packed_sequence_compatibility_function(given["mask_function"], positions, numbers)
     # Without the skip: transformers would leave out the mask of a causal row without padding, documents or not.
     return function(**{**given, "mask_function": apart, "allow_is_causal_skip": False})

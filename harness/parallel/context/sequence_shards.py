@@ -54,6 +54,8 @@ class ContextParallel:
         """
         if self.group is None:
             return shard
+        # A rank's loss counts only its own tokens, so the gradient of the joined tensor is partial: see the module's
+        # docstring.
         joined = apply(_JoinShards, shard.movedim(dim, 1).contiguous(), self.group, self.widths(length), 1)
         return joined.movedim(1, dim)
 

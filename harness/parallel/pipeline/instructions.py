@@ -62,7 +62,8 @@ def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
             # The first chunk reads inputs, the last one labels.
             before += [Action.LOAD] if first or last else []
             after += [] if last else [Action.SEND_ACTIVATION]
-        elif each.kind is not Kind.WEIGHT_GRADIENTS:  # before these, the input's gradient has been sent
+        # Before weight gradients, the input's gradient has been sent, and they need none from another stage.
+        elif each.kind is not Kind.WEIGHT_GRADIENTS:
             before += [] if last else [Action.RECEIVE_GRADIENT]
             after += [] if first else [Action.SEND_GRADIENT]
         for action in (*before, COMPUTES[each.kind], *after):
@@ -117,7 +118,8 @@ def make_schedule(module: nn.Module, name: str, chunks: ModelChunks, stage: int,
 
     def evaluation(micro_batches: int) -> StageProgram:
         forwards = [each for each in order(chunks, micro_batches, stage) if each.kind is Kind.FORWARD]
-        return _program(forwards, chunks, 1)  # no backward pass comes back to a micro-batch
+        # One buffer is enough, as no backward pass comes back to a micro-batch.
+        return _program(forwards, chunks, 1)
 
     return Schedule(
         chunks=chunks, training=cache(training), evaluation=cache(evaluation), deferred=deferred, defers=defers

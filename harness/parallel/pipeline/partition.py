@@ -159,6 +159,7 @@ def narrowest(weights: Sequence[int], num_chunks: int) -> list[int]:
                     continue
                 weight = ends[stop] - ends[start]
                 heaviest, lightest = max(known[0], weight), min(known[1], weight)
+                # Of equal cuts the last, as DeepSpeed takes it.
                 if heaviest - lightest <= least:
                     least = heaviest - lightest
                     extremes[stop] = (heaviest, lightest)

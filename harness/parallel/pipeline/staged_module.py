@@ -60,10 +60,7 @@ def pack_payload(value: Value) -> Value:
 
 
 class Unpacker:
-    """Undoes `pack_payload`.
-
-    Reading the list of shapes waits for the device, so it is read once for each combination of arriving shapes.
-    """
+    """Undoes `pack_payload`."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[tuple[int, ...], ...], PackedShapes] = {}
@@ -74,6 +71,7 @@ class Unpacker:
             return value
         flat, shapes, *integers = value
         key = tuple(tuple(tensor.shape) for tensor in value)
+        # Reading the list waits for the device, so it is read once for each combination of arriving shapes.
         if key not in self._layouts:
             self._layouts[key] = _read_shapes(shapes.tolist())
         layout = self._layouts[key]
@@ -117,7 +115,8 @@ class FiniteWatch:
 
     def see(self, output: Value) -> None:
         """Watch a tensor or a tuple of tensors, and the gradients that will arrive for them."""
-        if not torch.is_grad_enabled():  # an evaluation, after which no weights are updated
+        # After an evaluation no weights are updated.
+        if not torch.is_grad_enabled():
             return
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -154,12 +153,11 @@ def split_into_blocks(
     """Yield runs of layers with their indices, and whether each run is recomputed.
 
     A run is up to `interval` consecutive layers that may be recomputed, or one layer that may not.
-
-    Layers that share parameters may not: each recomputed block has its own nested backward, and ZeRO-2 and ZeRO-3
-    accept a parameter's gradient only once per backward.
     """
     block: list[tuple[int, LayerCall]] = []
     for index, layer in enumerate(layers):
+        # Not layers that share parameters: each recomputed block has its own nested backward, and ZeRO-2 and ZeRO-3
+        # accept a parameter's gradient only once per backward.
         if interval > 0 and is_recomputed([layer]) and shared.isdisjoint(_parameters(layer)):
             block.append((index, layer))
             if len(block) < interval:
@@ -226,17 +224,15 @@ def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> 
 
 
 def _build_order(layers: Sequence[Layer], indices: Sequence[int]) -> list[int]:
-    """Return the order in which layers are built: the first and the last layer, then the others.
-
-    Those two hold the vocabulary, so they are the largest. Under ZeRO-3 a layer is whole until it is partitioned, so
-    peak memory is lowest if the largest are built while little else exists. A last layer tied to one in the middle is
-    built in order, because the first layer of a key names the tied parameter.
-    """
+    """Return the order in which layers are built: the first and the last layer, then the others."""
     first = indices[0]
     last = layers[indices[-1]]
     inner = [layers[index] for index in indices[1:-1]]
     between = {spec.key for spec in inner if isinstance(spec, TiedLayerSpec)}
+    # A last layer tied to one in the middle is built in order: the first layer of a key names the tied parameter.
     waits = isinstance(last, TiedLayerSpec) and last.key in between
+    # These two hold the vocabulary, so they are the largest. Under ZeRO-3 a layer is whole until it is partitioned, so
+    # peak memory is lowest if the largest are built while little else exists.
     return sorted(indices, key=lambda index: index != first and (waits or index != indices[-1]))
 
 
@@ -313,18 +309,16 @@ class StagedModule(GivenStages):
         self._unpack: defaultdict[int, Unpacker] = defaultdict(Unpacker)
 
     def forward(self, forward_input: Value) -> Value:
-        """Run `chunk`; return its output in the form that is sent to the next chunk.
-
-        Layers run as in DeepSpeed's forward, but with keyed dropout. A recomputed function contains the key, so that
-        recomputation draws the same numbers.
-        """
+        """Run `chunk`; return its output in the form that is sent to the next chunk."""
         chunk = self.chunk
         if chunk not in self._blocks:
             self._blocks[chunk] = list(self.blocks())
         value = forward_input if chunk == 0 else self._unpack[chunk](forward_input)
         key = self._keys.next(chunk) if self._keys is not None and self.training else None
+        # As in DeepSpeed's forward, but with keyed dropout.
         for block, recomputed in self._blocks[chunk]:
             if recomputed or key is not None:
+                # The function contains the key, so that recomputation draws the same numbers.
                 run = partial(run_block, block, key)
                 tensors = value if isinstance(value, tuple) else (value,)
                 value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)

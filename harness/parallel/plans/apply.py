@@ -70,7 +70,8 @@ def cut(
     )
     shared = _replace_modules(cut_context, modules, local_head=local_logits)
     _cut_bare_parameters(cut_context)
-    if tensor.size == 1:  # only experts are cut
+    # With one tensor-parallel rank, only experts are cut.
+    if tensor.size == 1:
         return
     # Modules that no rule names may have shared a whole parameter with a sharded one (a head's bias).
     for name, param in list(module.named_parameters(remove_duplicate=False)):
@@ -147,6 +148,7 @@ def _adapt_modules(cut_context: _CutContext, *, local_logits: bool) -> None:
             _repeat_borrowed_keys_less(child, cut_context.attentions[full_name].heads, tensor)
         inside = attention_below(full_name, cut_context.attentions)
         _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, cut_context.config)
+        # Each layer by itself too: a checkpoint around a layer hides it from a walk over the graph of the whole model.
         if child is cut_context.module or is_layer(pattern):
             names = {_join(full_name, name) for name, _ in child.named_modules()}
             local = local_logits and plan.splits_head and plan.head in names
@@ -156,17 +158,15 @@ def _adapt_modules(cut_context: _CutContext, *, local_logits: bool) -> None:
 
 
 def _repeat_borrowed_keys_less(attention: nn.Module, heads: Heads, tensor: TensorParallel) -> None:
-    """Set `num_key_value_groups` of an attention that uses an earlier layer's keys to this rank's query heads per key.
-
-    If ranks share a key/value head, sharding the key projection sets it (`_repeat_less`), but a layer that borrows keys
-    has no such projection. A layer that gathers its projections (for a norm over all heads) computes all heads on every
-    rank and keeps its number.
-    """
+    """Set `num_key_value_groups` of an attention with an earlier layer's keys to this rank's query heads per key."""
     if heads.key_value >= tensor.size or not isinstance(getattr(attention, "num_key_value_groups", None), int):
         return
     columns = [child for child in attention.children() if isinstance(child, (ColumnParallelLinear, SharedColumnLinear))]
+    # A layer that gathers its projections (for a norm over all heads) computes all heads on every rank.
     if any(isinstance(column, ColumnParallelLinear) and column.gather_output for column in columns):
         return
+    # If ranks share a key/value head, sharding the key projection has set the number (`_repeat_less`). A layer that
+    # borrows its keys has no such projection.
     shards = [shard_of(column.weight) for column in columns]
     if columns and not any(shard is None or shard.copied for shard in shards):
         start, stop = heads.queries(tensor.size)[tensor.rank]
@@ -204,19 +204,16 @@ def _cut_bare_parameters(cut_context: _CutContext) -> None:
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
-    """Return whether the plan splits a parameter of `module` itself over outputs, so that its input is whole."""
     rules = (plan.rule_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False))
     return any(rule is not None and rule.style.endswith("colwise") for rule in rules)
 
 
 def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
-    """Raise UserError if the plan all-reduces the output of `module` although nothing in it is sharded.
-
-    The sum would count the whole output once per rank.
-    """
+    """Raise UserError if the plan all-reduces the output of `module` although nothing in it is sharded."""
     rule = plan.rule_of(name)
     if rule is None or rule.style not in ("all_reduce", "moe_tp_experts"):
         return
+    # The sum would count the whole output once per rank.
     if not any(shard_of(param) for param in module.parameters()):
         raise UserError(
             f"the tensor-parallel style {rule.style} needs a module that is split, but {name} is whole: {ADVICE}"
@@ -230,10 +227,12 @@ def _divide_attributes(
     # Sums come last: their terms are attributes that must already be divided.
     for attribute, word in sorted(words.items(), key=lambda pair: pair[1] not in WORDS):
         *path, own = attribute.split(".")
-        if not hasattr(module, path[0] if path else own):  # layers of one name may be of several kinds
+        # Layers of one name may be of several kinds.
+        if not hasattr(module, path[0] if path else own):
             continue
         owner: Any = module
-        for step in path:  # several modules share a config: give this module a copy
+        for step in path:
+            # Several modules share a config: this one gets a copy.
             setattr(owner, step, copy.copy(getattr(owner, step)))
             owner = getattr(owner, step)
         value = getattr(owner, own)

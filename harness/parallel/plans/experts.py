@@ -100,7 +100,8 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     neighbours = target.neighbours
     experts = getattr(module, "num_experts", None)
     ranges = _dealt(experts, target.name, tensor, neighbours.ranks)[tensor.rank]
-    module.num_experts = _widest(ranges)  # the experts of its parameters, padding included: see `cut_experts`
+    # As many as its parameters have, padding included: see `cut_experts`.
+    module.num_experts = _widest(ranges)
     run_at_owners = None
     if neighbours.ranks.size > 1 and neighbours.exchange is not None:
         # No module runs early with tensor-parallel ranks: the sum over their outputs would include its output.
@@ -115,7 +116,8 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
         hidden, weights = copy_to_group(hidden, tensor.group), copy_to_group(weights, tensor.group)
         run = partial(kind.forward, self)
         if neighbours.ranks.size > 1:
-            assert run_at_owners is not None  # only a trial on the meta device leaves it out
+            # Only a trial on the meta device leaves it out.
+            assert run_at_owners is not None
             output = run_at_owners(run, hidden, index, weights)
         else:
             loops = getattr(getattr(self, "config", None), "_experts_implementation", None) == "eager"
@@ -123,18 +125,17 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
             output = _linked(run(*given), given, self)
         return reduce_from_group(output, tensor.group)
 
-    # Makes transformers' kernels skip pairs whose expert is not on this rank.
+    # Makes transformers' kernels skip pairs whose expert is not on this rank. Tokens that travel come only to their
+    # experts, so there no pair is to be skipped.
     module._is_expert_parallel = neighbours.ranks.size == 1  # noqa: SLF001
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return target.module
 
 
 def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
-    """Return this rank's part, [own experts x unit, ...], of a parameter [experts x unit, ...]; `unit` is
-    `target.unit`.
+    """Return this rank's part, [own experts x unit, ...], of a parameter [experts x unit, ...].
 
-    All neighbours on the data axis get tensors of one size, because ZeRO fills its buckets in the same way on each. A
-    rank with fewer experts than another is padded with zeros.
+    `unit` is `target.unit`. A rank with fewer experts than its neighbours on the data axis is padded with zeros.
     """
     shape = tuple(param.shape)
     unit = target.unit
@@ -146,6 +147,7 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
         full_shape=shape,
         dim=0,
         pieces=((start * unit, stop * unit),),
+        # ZeRO fills its buckets in the same way on all data-parallel ranks, so their tensors need one size.
         padding=(_widest(dealt[tensor.rank]) - (stop - start)) * unit,
         widths=tuple((stop - start) * unit for ranges in dealt for start, stop in ranges),
         over_data=neighbours.size > 1,
@@ -154,14 +156,12 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
 
 
 def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make transformers run the fused experts in `module` one by one if grouped matrix products would fail.
-
-    Grouped products are the default, and need rows of a multiple of 16 bytes.
-    """
+    """Make transformers run the fused experts in `module` one by one if grouped matrix products would fail."""
     found: list[Any] = [child for child in module.modules() if hasattr(child, "is_concatenated")]
     for experts in found:
         if getattr(experts, "config", None) is not None:
             rows = {size for param in experts.parameters(recurse=False) if param.ndim == 3 for size in param.shape[1:]}
+            # Grouped products, transformers' default, need rows of a multiple of 16 bytes.
             if any(row * dtype.itemsize % _ROW_BYTES for row in rows):
                 run_experts_by(experts.config, "eager")
 
@@ -174,24 +174,20 @@ def run_experts_by(config: PretrainedConfig, implementation: str | None) -> None
 def _own_routing(
     hidden: Tensor, index: Tensor, weights: Tensor, *, own: Range, loops: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of this rank's experts, which are counted from 0.
-
-    A pair with another rank's expert gets weight 0 and the index after the last expert. If transformers loops over the
-    experts, it gets expert 0, because the loop of gpt_oss refuses any other index.
-    """
+    """Return the arguments of this rank's experts, which are counted from 0."""
     first, stop = own
     elsewhere = (index < first) | (index >= stop)
+    # A pair with another rank's expert gets weight 0 and the index after the last expert, which kernels skip. If
+    # transformers loops over the experts, it gets expert 0, because the loop of gpt_oss refuses any other index.
     nowhere = 0 if loops else stop - first
     return hidden, torch.where(elsewhere, nowhere, index - first), weights.masked_fill(elsewhere, 0.0)
 
 
 def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Tensor:
-    """Return `output` with the experts in its autograd graph, even if no token was routed to this rank's experts.
-
-    All ranks must call the same collectives in the backward, so every rank needs the experts in its graph.
-    """
+    """Return `output` with the experts in its autograd graph, even if no token was routed to this rank's experts."""
     if output.requires_grad or not torch.is_grad_enabled():
         return output
+    # All ranks must call the same collectives in the backward, so every rank needs the experts in its graph.
     sources = [tensor for tensor in (*args, *experts.parameters()) if tensor.requires_grad]
     return apply(_Linked, output, *sources) if sources else output
 

@@ -39,7 +39,8 @@ def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
     """Return the heads of an attention module, from its attributes or else the config; None for other modules."""
     layers = getattr(config, "per_layer_config", None)
     index = getattr(module, "layer_idx", None)
-    if layers is not None and index is not None and 0 <= index < len(layers):  # another encoder may have more layers
+    # Another encoder of the model may have more layers than this config.
+    if layers is not None and index is not None and 0 <= index < len(layers):
         config = layers[index]
     query = _own_size(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
     # Some attention modules only store the size of a head, or the query heads per key: the config has their number.
@@ -69,7 +70,8 @@ def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: PretrainedCo
 def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> Attention | None:
     """Return the attention of the module `name`: itself, an enclosing one, or a sibling in the same block."""
     path = name.split(".")
-    for depth in range(len(path), -1, -1):  # the module itself first, the whole model last
+    # From the module itself outwards to the whole model.
+    for depth in range(len(path), -1, -1):
         owner = ".".join(path[:depth])
         if owner in attentions:
             return attentions[owner]
@@ -105,7 +107,7 @@ def deal(
         # Fewer key/value heads than ranks: neighbouring ranks hold the same one.
         if heads.key_value < size and width in key_values:
             return _scaled(heads.key_values(size), width // heads.key_value)
-        # whole key/value heads, with all their query heads, so that queries and keys on a rank belong together
+        # Whole key/value heads, with all their query heads, so that queries and keys on a rank belong together.
         if size <= heads.key_value and width % heads.key_value == 0 and heads.query % heads.key_value == 0:
             return _scaled(heads.key_values(size), width // heads.key_value)
         if width % heads.query == 0:

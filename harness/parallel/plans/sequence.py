@@ -46,17 +46,16 @@ def share_sequence(layer: Any, group: dist.ProcessGroup, whole: Collection[nn.Mo
 
 def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
     for child in layer.children():
-        if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
+        # A list is never called itself, so a hook on it would never run.
+        if type(child) in (nn.ModuleList, nn.ModuleDict):
             yield from _blocks(child)
         elif any(_is_matrix(param) or shard_of(param) is not None for param in child.parameters()):
             yield child
 
 
 def _last_row(block: nn.Module) -> RowParallelLinear | None:
-    """Return the row-parallel layer that computes the output of `block`; None if it has none, several, or experts.
-
-    Its all-reduce can become a reduce-scatter, so that what follows (a dropout, a residual) runs on a shard.
-    """
+    """Return the row-parallel layer that computes the output of `block`; None if it has none, several, or experts."""
+    # Its all-reduce can become a reduce-scatter, so that what follows (a dropout, a residual) runs on a shard.
     rows = [module for module in block.modules() if isinstance(module, RowParallelLinear)]
     linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
     known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
@@ -79,14 +78,12 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool) -> None:
-    """Gather the hidden states in the inputs of `block`.
-
-    With `first_alone`, gather only the first; the others are residuals, which the block adds to its scattered output.
-    """
+    """Gather the hidden states in the inputs of `block`; with `first_alone`, only the first of them."""
 
     def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
         given: dict[int | str, Argument] = dict(enumerate(args)) | {**kwargs}
         hidden = [place for place, value in given.items() if share.is_share(value)]
+        # The others are residuals, which the block adds to its scattered output.
         for place in hidden[:1] if first_alone else hidden:
             given[place] = share.gather(given[place])
         return tuple(given[place] for place in range(len(args))), {name: given[name] for name in kwargs}

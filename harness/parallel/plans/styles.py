@@ -93,24 +93,19 @@ def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Mod
 
 
 def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
-    """Make the forward of `owner` read its whole parameter `name` divided by `size`.
-
-    The forward adds the parameter to a partial sum on every rank, so that the all-reduce contains it once. The
-    parameter keeps its name and value: a property of a new class hides it from the forward.
-    """
-    # A property hides the entry in `_parameters`: nn.Module looks there, by __getattr__, only for names that the class
-    # lacks. The module gets a class of its own, so that other modules of this kind are not changed.
+    """Make the forward of `owner` read its whole parameter `name` divided by `size`."""
+    # The forward adds the parameter to a partial sum on every rank, so that the all-reduce contains it once. A property
+    # hides the entry in `_parameters`: nn.Module looks there, by __getattr__, only for names that the class lacks. The
+    # module gets a class of its own, so that other modules of this kind are not changed.
     kind = type(owner)
     part = property(lambda self: self._parameters[name] / size)
     owner.__class__ = type(kind.__name__, (kind,), {name: part, "__module__": kind.__module__})
 
 
 def _parts(owner: nn.Module, own_name: str, rule: PlanRule) -> tuple[int, int]:
-    """Return the number of parts side by side in a parameter, and of consecutive entries that must stay together.
-
-    Experts declare whether gate and up projection are side by side or alternate (transformers'
-    `use_experts_implementation`); the style in the plan does not matter for them.
-    """
+    """Return the number of parts side by side in a parameter, and of consecutive entries that must stay together."""
+    # Experts declare whether gate and up projection are side by side or alternate (transformers'
+    # `use_experts_implementation`), whatever the style in the plan.
     if own_name.startswith("gate_up") and hasattr(owner, "is_concatenated"):
         if not getattr(owner, "has_gate", True):
             return 1, 1
@@ -124,10 +119,8 @@ def parts_of(rule: PlanRule, owner: nn.Module) -> int:
 
 
 def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: TensorParallel) -> None:
-    """Split every [heads, head_dim] matrix inside `owner` by heads, if `owner` is a sharded attention.
-
-    A vector with one entry per head cannot be told from other vectors by its shape: a plan must name it.
-    """
+    """Split every [heads, head_dim] matrix inside `owner` by heads, if `owner` is a sharded attention."""
+    # A vector with one entry per head cannot be told from other vectors by its shape: a plan must name it.
     head_dim = getattr(owner, "head_dim", None)
     if attention is None or not any(shard_of(p) for child in owner.children() for p in child.parameters(recurse=False)):
         return
@@ -192,11 +185,9 @@ def copy_input(target: PlanTarget) -> nn.Module:
 
 
 def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
-    """Replicate a projection, and all-reduce the gradients of its last `qk_rope_head_dim` outputs.
-
-    Those rotary values go to each rank's own heads; the other outputs go to a split layer, which sums their gradients
-    itself (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-    """
+    """Replicate a projection, and all-reduce the gradients of its last `qk_rope_head_dim` outputs."""
+    # Those rotary values go to each rank's own heads; the other outputs go to a split layer, which sums their gradients
+    # itself (DeepSeek-V2, arXiv 2405.04434, section 2.1).
     tail = target.config.qk_rope_head_dim
     group = target.tensor.group
     target.module.register_forward_hook(lambda _module, _args, output: copy_tail_to_group(output, tail, group))
@@ -231,7 +222,8 @@ def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
     tensor = target.tensor
     shard = target.share(tuple(target.module.get_parameter("weight").shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
-    if shard.copied:  # several ranks hold the same key/value head, each with fewer of its query heads
+    # Several ranks hold the same key/value head, each with fewer of its query heads.
+    if shard.copied:
         _repeat_less(target)
         sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
     return layer
@@ -374,7 +366,7 @@ def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.M
 
 
 def _whole_widths(target: PlanTarget) -> PlanTarget:
-    """Return the target without its attention: values around this layer are whole, so shards need not be heads."""
+    # Values around the layer are whole, so its shards need not be heads.
     return replace(target, attention=None)
 
 
@@ -391,11 +383,14 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
     """Return whether a subclass of nn.Linear computes what nn.Linear does, by trying a small instance."""
     if kind.forward is nn.Linear.forward:
         return True
-    with own_generators(0), torch.no_grad():  # must not move the generators of the run
+    # The trial must not move the generators of the run.
+    with own_generators(0), torch.no_grad():
         try:
-            layer = kind(3, 2, device="cpu")  # models are cut on meta, where nothing can be compared
+            # Models are cut on meta, where nothing can be compared.
+            layer = kind(3, 2, device="cpu")
             x = torch.randn(4, 3, device="cpu")
             return torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))
+        # Of a subclass with other arguments, other shapes or no such weight.
         except (TypeError, RuntimeError, AttributeError):
             return False
 

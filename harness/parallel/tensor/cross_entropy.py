@@ -78,8 +78,9 @@ def is_needed(logits: Tensor) -> bool:
         for value in saved:
             if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory:  # noqa: SLF001
                 return True
+        # An ordinary operation has inputs in other memory, so nothing above it can have saved the logits.
         if not isinstance(node, BackwardCFunction) and type(node).__name__ not in _VIEWS:
-            return False  # an ordinary operation: its inputs have other memory
+            return False
         node = node.next_functions[0][0]
     # No operation made this memory: it is a leaf, or was computed without a graph. The caller may still need it.
     return True

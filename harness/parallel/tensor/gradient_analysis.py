@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.errors import UserError
-from harness.parallel.comm import (
-    GATHERS_SHARES,
-    INTO_SPLIT,
-    OUT_OF_SPLIT,
-    SPLITS_SEQUENCE,
-    TensorParallel,
-)
+from harness.parallel.comm import GATHERS_SHARES, INTO_SPLIT, OUT_OF_SPLIT, SPLITS_SEQUENCE, TensorParallel
 from harness.parallel.tensor.partial_gradients import GradientSum, sum_gradient, sums_gradient
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.values import Keyword, Positional
@@ -162,10 +156,12 @@ def sum_partial_gradients(
 
     def after_forward(_module: nn.Module, _args: Positional, output: object) -> None:
         inputs = given[0]
-        given[0] = NOTHING_GIVEN  # else the inputs would stay in memory until the next forward
+        # Otherwise the inputs would stay in memory until the next forward.
+        given[0] = NOTHING_GIVEN
         if not torch.is_grad_enabled():
             return
-        for handle in handles:  # once is enough: later forwards build the same graph
+        # Once is enough: later forwards build the same graph.
+        for handle in handles:
             handle.remove()
         kind = Values.SHARE if getattr(module, "works_on_share", False) else output_kind
         reached = walk(_tensors(_first(output)), inputs, kind=kind)

@@ -50,6 +50,7 @@ class _CutLinear(nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, **options: Unpack[FactoryOptions]
     ) -> None:
+        # Whole first, then cut: so it draws the same random numbers as the layer that it replaces, on every rank.
         whole = nn.Linear(in_features, out_features, bias, options.get("device"), options.get("dtype"))
         self._adopt(whole, options.get("group"))
 
@@ -80,7 +81,8 @@ class _CutLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Return this rank's and the full sizes, for `print(model)`."""
-        shard = shard_of(self.weight)  # the weight itself may be empty, as ZeRO-3 gathers it on use
+        # The weight itself may be empty, as ZeRO-3 gathers it on use.
+        shard = shard_of(self.weight)
         cut, full = ("out", self.out_features) if self.dim == 0 else ("in", self.in_features)
         local = full if shard is None else shard.length
         sizes = {"in": self.in_features, "out": self.out_features, cut: f"{local} of {full}"}
@@ -124,7 +126,7 @@ class ColumnParallelLinear(_CutLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's y [..., out / size], or with `gather_output` the whole y [..., out], of x [..., in]."""
         weight = self.weight.t() if self.weight_transposed else self.weight
-        # f of Megatron: the identity forward, an all-reduce of the gradient backward, shared by query, key and value
+        # f of Megatron: the identity forward, an all-reduce of the gradient backward, shared by query, key and value.
         x, products = copy_once(x, self.group)
         y = linear(self, x, weight, self.bias, products if self.overlaps else None)
         return gather_from_group(y, self.group, self.widths) if self.gather_output else y
@@ -289,7 +291,7 @@ class VocabParallelEmbedding(nn.Embedding):
 def overlap_sums(module: nn.Module) -> None:
     """Overlap weight gradients of column-parallel layers with the all-reduce of their input's gradient.
 
-    Not for ZeRO-3, which releases a weight before that.
+    Not for ZeRO-3, which releases a weight before its gradient would be computed.
     """
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear):
@@ -304,7 +306,8 @@ def _equal_share(weight: Tensor, dim: int, group: dist.ProcessGroup | None) -> S
 def _begin(
     layer: _CutLinear | SharedColumnLinear, linear: nn.Module, group: dist.ProcessGroup | None, weight_transposed: bool
 ) -> None:
-    nn.Module.__init__(layer)  # nn.Linear's own would allocate and initialise a whole weight
+    # nn.Linear's own would allocate and initialise a whole weight.
+    nn.Module.__init__(layer)
     shape = linear.get_parameter("weight").shape
     layer.out_features, layer.in_features = reversed(shape) if weight_transposed else shape
     layer.group = group

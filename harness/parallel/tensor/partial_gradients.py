@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.parallel.collectives import all_reduce_in_place
-from harness.parallel.comm import (
-    sum_over_group,
-)
+from harness.parallel.comm import sum_over_group
 from harness.parallel.tensor.shard import Shard, shard_of
 
 
@@ -57,12 +55,10 @@ class GradientSum:
 
 
 def sum_gradients(module: nn.Module, names: list[str], of: GradientSum) -> None:
-    """Sum the gradients of `module`'s own parameters `names` from now on.
-
-    The parameters are looked up at each forward, because materialising replaces parameters on the meta device.
-    """
+    """Sum the gradients of `module`'s own parameters `names` from now on."""
 
     def before_forward(owner: nn.Module, _args: object) -> None:
+        # Looked up at each forward, because materialising replaces parameters on the meta device.
         for name, param in owner.named_parameters(recurse=False):
             if name in names and param.requires_grad and not sums_gradient(param):
                 sum_gradient(param, of)
@@ -73,7 +69,8 @@ def sum_gradients(module: nn.Module, names: list[str], of: GradientSum) -> None:
 def sum_gradient(param: nn.Parameter, of: GradientSum) -> None:
     own = replace(of, once_a_step=getattr(param, "summed_once_a_step", False))
     param.register_hook(own.of_hook)
-    param.gradient_sum = (id(param), own)  # type: ignore[attr-defined]  # an attribute may be copied, a hook is not
+    # With its id, because a copy of the parameter may take over the attribute, but never the hook.
+    param.gradient_sum = (id(param), own)  # type: ignore[attr-defined]  # a parameter takes any attribute
 
 
 def sums_gradient(param: nn.Parameter) -> bool:

@@ -65,7 +65,8 @@ class SequenceShare:
         try:
             yield
         finally:
-            self.gathered = None  # else the whole hidden state would stay in memory
+            # Otherwise the whole hidden state would stay in memory.
+            self.gathered = None
 
     def is_share(self, x: object) -> bool:
         """Return whether `x` is a hidden state of this rank's tokens."""
@@ -157,7 +158,8 @@ class _GatherSequence(torch.autograd.Function):
         ctx.widths = widths
         attach(ctx, shared)
         whole = join_shards(share, group, widths)
-        return whole, whole.detach()  # detached, so that the two outputs are two tensors for autograd
+        # Detached, so that the two outputs are two tensors for autograd.
+        return whole, whole.detach()
 
     @staticmethod
     def backward(
@@ -167,7 +169,8 @@ class _GatherSequence(torch.autograd.Function):
         grads = [] if whole_grad is None else [own_shard(whole_grad, ctx.group, ctx.widths)]
         if partial_grad is not None:
             share = start_sum_of_shard(partial_grad, ctx.group, ctx.widths)
-            accumulate(ctx.products)  # weight gradients, while the reduce-scatter is under way
+            # Weight gradients are computed while the reduce-scatter is under way.
+            accumulate(ctx.products)
             grads.append(share())
         return sum(grads[1:], grads[0]) if grads else None, None, None, None
 

@@ -140,7 +140,8 @@ def share_of(
         dim=dim,
         pieces=tuple((index * part + start, index * part + stop) for index in range(parts)),
         padding=-(stop - start) % multiple,
-        owner=(start, stop) not in ranges[:rank],  # the lowest rank with this range owns it
+        # The lowest rank with this range owns it.
+        owner=(start, stop) not in ranges[:rank],
         widths=widths,
     )
 
@@ -153,13 +154,11 @@ def cut_parameter(param: nn.Parameter, shard: Shard) -> nn.Parameter:
 
 
 def mark(param: nn.Parameter, shard: Shard | None) -> nn.Parameter:
-    """Set the shard of a parameter, unless it is None (whole), and return the parameter.
-
-    DeepSpeed's gradient norm counts a parameter on tensor-parallel ranks above 0 only if `tensor_model_parallel` is
-    set, so it is set for shards that are not copies of another rank's.
-    """
+    """Set the shard of a parameter, unless it is None (whole), and return the parameter."""
     if shard is not None:
         param.shard = shard  # type: ignore[attr-defined]  # a parameter takes any attribute
+        # On tensor-parallel ranks above 0, DeepSpeed's gradient norm counts only parameters with this attribute. A copy
+        # of another rank's shard must not be counted twice.
         param.tensor_model_parallel = shard.owner  # type: ignore[attr-defined]  # likewise
     return param
 
@@ -250,19 +249,18 @@ def join_shared(output: Tensor, segments: Sequence[Segment], tensor: TensorParal
 
 
 def cut_segments(owner: nn.Module, name: str, segments: Sequence[Segment], dim: int, tensor: TensorParallel) -> None:
-    """Make the forward of `owner` read only the part of its parameter `name` that this rank uses.
-
-    If ranks share a unit, the parameter itself stays whole, so that each entry counts once in a norm.
-    """
+    """Make the forward of `owner` read only the part of its parameter `name` that this rank uses."""
     param = getattr(owner, name)
     if not any(segment.is_shared(tensor.size) for segment in segments):
         setattr(owner, name, cut_parameter(param, shard_of_segments(segments, tuple(param.shape), dim, tensor)))
         return
+    # Ranks share a unit, so the parameter itself stays whole: each entry counts once in a norm.
     ranges = [segment.used(tensor) for segment in segments]
 
     def used(module: Any) -> Tensor:
         whole: Tensor = module._parameters[name]  # noqa: SLF001  # this property hides the name
-        if not whole.numel():  # partitioned by ZeRO-3: not in a forward, but perhaps in a `repr`
+        # Partitioned by ZeRO-3: not in a forward, but perhaps in a `repr`.
+        if not whole.numel():
             return whole
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
 

@@ -27,9 +27,7 @@ class SharedInput:
     """A common input of column-parallel layers.
 
     Attributes:
-        tensors: the input, and the layers' copy of it. They are cleared when the gradient of the copy arrives, or the
-            graph would outlive the step. The copy's graph node keeps only a weak reference: a recomputed copy may never
-            get a gradient, and would form a reference cycle with its node.
+        tensors: the input, and the layers' copy of it. They are cleared when the gradient of the copy arrives.
         products: operands of the layers' weight gradients, which are computed while that gradient is summed.
     """
 
@@ -49,13 +47,14 @@ _LATEST = _Latest()
 
 
 def attach(ctx: Context, shared: SharedInput) -> None:
-    """Give a copy's graph node a weak reference to the shared input."""
+    # A weak reference: a recomputed copy may never get a gradient, and would form a reference cycle with its node.
     ctx.shared = weakref.ref(shared)
     ctx.products = shared.products
 
 
 def forget(ctx: Context) -> None:
-    """Drop the tensors of a copy whose gradient has arrived, and the tensors of the latest recomputed copy."""
+    # The tensors of the copy whose gradient has arrived, and of the latest recomputed one: kept, they would make the
+    # graph outlive the step.
     for shared in (ctx.shared(), _LATEST.shared):
         if shared is not None:
             shared.tensors.clear()
