@@ -150,7 +150,8 @@ def _integers(name: str, row: object) -> torch.Tensor:
         tensor = torch.as_tensor(row)
     except (TypeError, ValueError, RuntimeError):
         tensor = None
-    if tensor is None or (tensor.is_floating_point() and tensor.numel()):  # torch takes an empty list for float32
+    # torch makes a float32 tensor of an empty list.
+    if tensor is None or (tensor.is_floating_point() and tensor.numel()):
         raise UserError(f"a sample's {name} is {str(row)[:60]}: it must be a list of integers")
     return tensor.long()
 
@@ -248,8 +249,9 @@ def _require_positions(
                 f"{counted(limit, 'position')}: shorten its documents"
             )
     elif ids.shape[1] > limit:
+        # A collator may have padded all samples to this length: the longest is at fault.
         lengths = [tokens_of(sample) or 0 for sample in samples]
-        row = lengths.index(max(lengths))  # a collator may have padded the others
+        row = lengths.index(max(lengths))
         raise too_long(rows[row], ids.shape[1], limit)
 
 

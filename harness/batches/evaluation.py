@@ -85,7 +85,8 @@ def evaluation_batches(
         UserError: there are no samples.
     """
     rows = range(dataset_length(dataset)) if rows is None else rows
-    if not rows:  # refused by the call itself: a generator would raise only at the first micro-batch
+    # Refused by the call itself: a generator would raise only at the first micro-batch.
+    if not rows:
         raise UserError("the evaluation data set is empty")
     return _batches(dataset, rows, micro_batch, batch_rank, batch_ranks, alike, data_collator)
 
@@ -113,6 +114,7 @@ def _batches(
             # Seeded by the position alone: random collators then give the same evaluation in every layout and step.
             (inputs, labels), _ = read_micro_batch(padded, chosen, collator, seed_of("evaluation", start))
             if counted < micro_batch and isinstance(labels, torch.Tensor) and _are_token_labels(inputs, labels):
+                # A collator may have returned a tensor that it keeps.
                 labels = labels.clone()
                 labels[counted:] = IGNORED
             yield EvaluationBatch(inputs=inputs, labels=labels, rows=counted)

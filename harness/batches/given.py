@@ -40,7 +40,8 @@ def require_types(
     for name, dataset in datasets.items():
         named: dict[str, object] = {} if dataset is None else {name: dataset}
         if name == "eval_dataset" and isinstance(dataset, Mapping) and all(isinstance(key, str) for key in dataset):
-            named = {f"{name}[{key!r}]": each for key, each in dataset.items()} or named  # evaluated one by one
+            # Several data sets by name are evaluated one by one.
+            named = {f"{name}[{key!r}]": each for key, each in dataset.items()} or named
         for each_name, each in named.items():
             require_dataset(each_name, each)
 
@@ -120,12 +121,13 @@ def require_short(dataset: MapDataset, limit: int) -> None:
         lengths = np.array(
             [0 if is_packed else tokens_of(s) or 0 for s, is_packed in zip(dataset, packed, strict=True)]
         )
-    elif type(dataset).__module__ == "datasets.arrow_dataset":  # by name: most runs never import it
+    # By name, because most runs never import `datasets`.
+    elif type(dataset).__module__ == "datasets.arrow_dataset":
         lengths = _stored_lengths(cast("Dataset", dataset))
     else:
         return
     for row in np.flatnonzero(lengths > limit)[:1].tolist():
-        # `dataset.data` is the table before shuffle() and select(): in `dataset` this row may be another, or missing
+        # `dataset.data` is the table before shuffle() and select(): in `dataset` this row may be another, or missing.
         if row < len(dataset) and (tokens_of(dataset[row]) or 0) > limit:
             raise too_long(row, int(lengths[row]), limit)
 
@@ -146,6 +148,7 @@ def _selected(dataset: MapDataset) -> list[int | None]:
     if type(dataset).__module__ != "datasets.arrow_dataset":
         return []
     rows = cast("Dataset", dataset)
+    # A transform (`set_transform`) makes the samples from the stored rows, whose lengths then say nothing.
     if rows.format["type"] == "custom":
         return []
     # Stages exchange whole samples, so here the length counts whatever the position ids say.

@@ -236,6 +236,7 @@ class BatchStream:
             assert found.lengths is not None
             lengths = found.lengths.tolist()
             tokens = found.tokens - found.padding
+        # In turn, not in blocks: another number of batch ranks then computes the same micro-batches.
         mine = slice(self.batch_rank, None, self.batch_ranks)
         return StepPlan(
             consumed=consumed,
@@ -276,31 +277,29 @@ def dataset_length(dataset: MapDataset | None) -> int:
 
 
 def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
-    """Return a short hash of the length and a few evenly spaced samples, to compare the data of ranks.
-
-    Only token columns are hashed: other columns may change at each access.
-    """
+    """Return a short hash of the length and a few evenly spaced samples, to compare the data of ranks."""
     n = dataset_length(dataset)
     key = dataset.key if isinstance(dataset, OwnOrder) else ""
-    if isinstance(dataset, OwnOrder) and dataset.endless:  # a stream must not be read before training
+    # A stream must not be read before training.
+    if isinstance(dataset, OwnOrder) and dataset.endless:
         return key[:16]
     digest = hashlib.sha256(f"{n}{key}".encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
         # A data set may draw random numbers, which must not make equal data look different.
         with own_generators(seed_of("digest", i)):
             sample = dataset[i]
+        # Only token columns: others may change at each access.
         for name in ("input_ids", "labels", "position_ids"):
             if isinstance(sample, Mapping) and name in sample:
-                with suppress(TypeError, ValueError, RuntimeError):  # the collator will report it
+                # The collator will report a column that is not a list of numbers.
+                with suppress(TypeError, ValueError, RuntimeError):
                     digest.update(repr(torch.as_tensor(sample[name]).tolist()).encode())
     return digest.hexdigest()[:16]
 
 
 def fingerprint(*parts: object) -> str:
-    """Return a hash of the values as text, the same in every process and run.
-
-    `datasets` hashes pickles, which differ between versions and change when a tokenizer is used.
-    """
+    """Return a hash of the values as text, the same in every process and run."""
+    # `datasets` hashes pickles, which differ between versions and change when a tokenizer is used.
     return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:32]
 
 

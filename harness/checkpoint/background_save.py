@@ -70,6 +70,7 @@ class KeptBuffer:
         on_device = any(tensor.device.type != "cpu" for tensor in tensors)
         if sum(sizes) > self._memory.numel():
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device)
+        # One start more than there are tensors: the end of the last.
         starts = itertools.accumulate(sizes, initial=0)
         copies = [
             self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -159,7 +160,8 @@ class BackgroundSave:
         self._writer = writer
         self._one_host = state.one_host
         self._plans: list[PlannedFiles] = []
-        self._try(writer.wait)  # the thread may still delete older checkpoints
+        # The thread may still delete older checkpoints.
+        self._try(writer.wait)
         files, progress = state.stored(progress)
         if target.model_only:
             files = [(stem, held) for stem, held in files if stem == state.stem]
@@ -241,7 +243,8 @@ class BackgroundSave:
         for plan in self._plans:
             plan.write(opened)
         self._residue()
-        if not self._one_host:  # other hosts hash parts of these files, and see only what the server has
+        # Other hosts hash parts of these files, and see only what the server has.
+        if not self._one_host:
             opened.sync()
 
     def _hash_and_sync(self, opened: OpenFiles) -> Files:
@@ -256,7 +259,8 @@ class BackgroundSave:
     def _open_folder(self, target: Target) -> None:
         if self._first:
             lock_directory(target.output_dir)
-            remove([self._folder])  # left by a killed run, or a file or link of that name
+            # A killed run may have left it, or it is a file or link of that name.
+            remove([self._folder])
             self._folder.mkdir(parents=True)
             if target.write_others is not None:
                 target.write_others(self._folder)
@@ -268,7 +272,8 @@ class BackgroundSave:
         except NotSaved as error:
             text = str(error)
             if self._first:
-                with suppress(OSError):  # a lost mount cannot be asked for its free space
+                # A lost mount cannot be asked for its free space.
+                with suppress(OSError):
                     # Count free inodes before this checkpoint's files are deleted, and free bytes afterwards.
                     full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
                     needed = self._needed_bytes()

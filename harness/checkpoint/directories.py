@@ -243,30 +243,31 @@ def optimizer_name(resolved: Resolved) -> str:
 
 
 def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tuple[int, str]]) -> Path:
-    """Complete a checkpoint whose `files` are written: write state and manifest, then rename. One rank calls it.
-
-    The rename comes last, when everything else is on disk: a folder with the final name counts as complete.
-    """
+    """Complete a checkpoint whose `files` are written: write state and manifest, then rename. One rank calls it."""
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)
     (partial / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n", encoding="utf-8")
     stated = (partial / STATE).stat().st_size, checksum(partial / STATE)
     write_manifest(partial, progress.step, {**files, STATE: stated}, progress.run_id)
-    # All on disk before the rename: after a power failure, a folder of the final name must not hold empty files.
+    # All on disk before the rename: a folder of the final name counts as complete, and must not hold empty files after
+    # a power failure.
     for path in partial.rglob("*"):
         if path.is_file():
             sync_file(path)
     sync_folder(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
-    remove([replaced])  # left by a run killed while deleting it
-    if not os.path.lexists(final):  # `exists` would miss a broken link of that name
+    # A run may have been killed while deleting it.
+    remove([replaced])
+    # `exists` would miss a broken link of that name.
+    if not os.path.lexists(final):
         partial.rename(final)
     # Without an atomic exchange (NFS), no folder has the final name for a moment, in which a killed run loses it.
     elif not exchange(partial, final):
         try:
             final.rename(replaced)
         except OSError as error:
-            if error.errno != errno.EXDEV:  # overlayfs: see `rename_folder`
+            # overlayfs cannot rename the folder: see `rename_folder`.
+            if error.errno != errno.EXDEV:
                 raise
             remove([final])
         partial.rename(final)
@@ -276,10 +277,9 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
 
 
 def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
-    """Rename checkpoints newer than the resumed one to `abandoned-...`; return their new paths.
-
-    The run repeats their steps, so they must not count as the newest. `resumed` may have any name.
-    """
+    """Rename checkpoints newer than the resumed one to `abandoned-...`; return their new paths."""
+    # The run repeats their steps, so they must not count as the newest. `resumed` may have any name, so its own step
+    # decides.
     step = read_progress(resumed).step
     return [_renamed(path, "abandoned") for number, path in numbered(output_dir) if number > step]
 
@@ -298,8 +298,9 @@ def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = Non
     """Rename checkpoints older than all of `kept` (None: keep all), except the best one.
 
     Returns the folders to delete, including leftovers of unfinished saves and folders that cannot be renamed
-    (overlayfs). Deleting takes long, so the caller does it in the background.
+    (overlayfs).
     """
+    # Not deleted here: that takes long, so the caller does it in the background.
     fixed = []
     for step, path in numbered(output_dir) if kept else []:
         if kept and path in kept:
@@ -307,7 +308,8 @@ def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = Non
         if path != best:
             try:
                 path.rename(output_dir / f"writing-removed-{step}")
-            except OSError as error:  # the next save tries again
+            except OSError as error:
+                # Any other error leaves the folder as it is: the next save tries again.
                 fixed += [path] if error.errno == errno.EXDEV else []
     return [*fixed, *(path for path in output_dir.glob("writing-*") if UNFINISHED_NAME.fullmatch(path.name))]
 
@@ -315,7 +317,8 @@ def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = Non
 def remove(folders: Sequence[Path]) -> None:
     """Delete folders as far as permitted. Of a link to a folder, delete only the link."""
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)  # refuses links
+        # It refuses links, and files are not folders: both are unlinked.
+        shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             folder.unlink()
 

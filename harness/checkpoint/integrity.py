@@ -108,10 +108,8 @@ def unlisted(checkpoint: Path) -> list[str]:
 
 
 def require_listed_weights(directory: Path) -> None:
-    """Raise UserError if a directory is a checkpoint with weight files that its manifest does not list.
-
-    transformers selects files by name, so it could read these instead of the saved weights.
-    """
+    """Raise UserError if a directory is a checkpoint with weight files that its manifest does not list."""
+    # transformers selects files by name, so it could read these instead of the saved weights.
     if is_checkpoint(directory):
         kinds = (".safetensors", ".bin", ".index.json")
         if others := [name for name in unlisted(directory) if name.endswith(kinds)]:
@@ -174,8 +172,7 @@ def require_unused(output_dir: Path) -> None:
 def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> None:
     """Wait until this host sees a checkpoint that another host has completed.
 
-    An NFS client caches a folder's entries, and also which names do not exist. Opening and syncing the folder makes
-    it ask the server again. Raises UserError if the checkpoint is still incomplete on this host after `seconds`.
+    Raises UserError if the checkpoint is still incomplete on this host after `seconds`.
     """
     until = time.monotonic() + seconds
     while (found := damage(checkpoint)) is not None:
@@ -184,6 +181,8 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
                 f"{checkpoint}: rank 0 sees it, but host {host} does not see it whole after {seconds:.0f} s "
                 f"({found}): give an --output_dir on a file system that all hosts share"
             )
+        # An NFS client caches a folder's entries, and also which names do not exist. Opening and syncing the folder
+        # makes it ask the server again.
         for folder in (checkpoint.parent, checkpoint):
             with suppress(OSError):
                 sync_folder(folder)
@@ -191,10 +190,8 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
 
 
 def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:
-    """Return the checkpoints to keep: the newest `count` complete ones up to `last_step`; None to keep all.
-
-    The run has not reached later steps, so their checkpoints are left over from before a resume.
-    """
+    """Return the checkpoints to keep: the newest `count` complete ones up to `last_step`; None to keep all."""
+    # The run has not reached later steps, so their checkpoints are left over from before a resume.
     steps = ((step, path) for step, path in reversed(numbered(output_dir)) if step <= last_step)
     whole = (path for _, path in steps if damage(path) is None)
     return None if count is None else list(itertools.islice(whole, count))
@@ -202,7 +199,8 @@ def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
     """Return the newest complete checkpoint of a run, or None; with `before`, only older ones count."""
-    name = None if before is None else NAME.fullmatch(before.name)  # by name: the folder may have been deleted
+    # By its name, as the folder may have been deleted.
+    name = None if before is None else NAME.fullmatch(before.name)
     step = None if name is None else int(name[1])
     others = foreign(output_dir)
     older = (path for number, path in reversed(numbered(output_dir)) if step is None or number < step)

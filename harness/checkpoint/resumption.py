@@ -63,7 +63,9 @@ def saved_run(request: ResumeRequest, console: Console) -> SavedRun | None:
     """
     if request.wanted is None:
         return None
-    auto, is_first, output_dir = request.wanted == "auto", dist.get_rank() == 0, request.output_dir
+    auto = request.wanted == "auto"
+    is_first = dist.get_rank() == 0
+    output_dir = request.output_dir
     found = chosen_by_rank_0(request.find)
     incomplete = all_or_none(lambda: damaged(output_dir, found) if auto and is_first else [])
     chosen, changed = training_state.first_unchanged(found, output_dir, auto=auto)
@@ -81,11 +83,10 @@ def saved_run(request: ResumeRequest, console: Console) -> SavedRun | None:
 def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
     """Return the checkpoint that rank 0 finds, once this host sees all of it; all ranks call it.
 
-    A host may see the newest checkpoint late (NFS), and must not take an older one than the others.
-
     Raises:
         UserError: on all ranks, if rank 0 finds no usable checkpoint, or a host does not see the one it finds.
     """
+    # A host may see the newest checkpoint late (NFS), and must not take an older one than the others.
     chosen = broadcast_object(all_or_none(lambda: find() if dist.get_rank() == 0 else None))
     if chosen is not None:
         all_or_none(lambda: wait_until_seen(chosen, socket.gethostname()))

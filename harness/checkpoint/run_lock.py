@@ -67,7 +67,8 @@ def _is_held(directory: Path) -> bool:
             written = ""
             with suppress(OSError, ValueError):
                 written = regular_bytes(directory / LOCK, 1000).decode()
-            if written.strip() and written != _content():  # the file is empty if the disk was full
+            # The file is empty if the disk was full.
+            if written.strip() and written != _content():
                 raise UserError(
                     f"--output_dir {directory}: another run has begun there ({_holder(directory)}), which its file "
                     "system does not prevent by a lock: end one of them"
@@ -77,7 +78,7 @@ def _is_held(directory: Path) -> bool:
 
 
 def _content() -> str:
-    """Return the content of this process's lock file; MARK distinguishes containers with equal ids and host names."""
+    # Containers may have equal process ids and host names; MARK differs.
     return f"process {os.getpid()} on {socket.gethostname()}\n{MARK[0]}\n"
 
 
@@ -91,7 +92,8 @@ def _try_to_lock(directory: Path) -> bool:
         os.close(descriptor)
         return False
     except OSError:
-        pass  # a file system without locks: rely on the name in the file, see `_is_held`
+        # A file system without locks: the name in the file has to do, see `_is_held`.
+        pass
     # Left open: closing the file would release the lock.
     HELD[directory] = descriptor
     with suppress(OSError):  # a full disk
@@ -101,7 +103,7 @@ def _try_to_lock(directory: Path) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child, close the inherited lock, which would otherwise outlive the run."""
+    # A forked child inherits the descriptor, and a lock lives until all copies are closed: it would outlive the run.
     MARK[0] = uuid4().hex[:8]
     for directory in list(HELD):
         unlock_directory(directory)

@@ -112,6 +112,7 @@ class EngineState:
             own = [name for name in kinds if _of_state(optimizer, held, kinds[name])]
             # A stage with only frozen layers must still take part in every file, because writing is collective.
             of_all = all_gather_object((own, counters))
+            # Sorted, so that all ranks write the files in one order.
             names = sorted({name for found, _ in of_all for name in found})
             files = [(self.stem, held), *((name, _of_state(optimizer, held, kinds.get(name))) for name in names)]
             return files, replace(

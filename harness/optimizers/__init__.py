@@ -26,6 +26,7 @@ DEFAULT = OPTIMIZERS["AdamW"]
 """The optimizer of a run whose config names none."""
 FLAGS: Mapping[str, OptimizerType] = {flag: each for each in OPTIMIZERS.values() for flag in each.flags}
 """Values of --optim."""
+# DeepSpeed lowers the case of its own names only, and looks any other name up as it is.
 _ANY_CASE = {each.name.lower(): each for each in OPTIMIZERS.values() if each.source == "deepspeed"}
 
 

@@ -129,8 +129,8 @@ def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
     is_first = _is_first(shard, groups)
     if is_partitioned(tensor):
         part = Partition.of(tensor)
-        # Each data-parallel rank has other elements of it, and writes its own.
         values = held_values(tensor)
+        # Owned on every data-parallel rank, because each has other elements of it.
         return LocalShard(name=name, shape=part.shape, shard=shard, start=part.start, values=values, owned=is_first)
     owned = is_first and _is_first_on_data(shard, groups)
     return LocalShard(name=name, shape=tuple(tensor.shape), shard=shard, start=0, values=tensor.detach(), owned=owned)
@@ -156,7 +156,8 @@ def _is_first(shard: Shard | None, groups: Groups) -> bool:
 
 def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
     """Return whether this is the first data-parallel rank with these values."""
-    if shard is not None and shard.over_data:  # the first `ep_data_size` ranks together hold all experts
+    # The first `ep_data_size` ranks together hold all experts.
+    if shard is not None and shard.over_data:
         return groups.coordinate.dp_rank < groups.layout.ep_data_size
     return groups.coordinate.dp_rank == 0
 

@@ -31,21 +31,20 @@ def all_save(action: Callable[[], T]) -> T:
 
 
 def saving(action: Callable[[], T]) -> T:
-    """Run `action`; convert any exception to UserError or OSError.
-
-    Libraries report a full disk or memory in their own ways: tokenizers raises a plain Exception, torch's allocator and
-    a thread that cannot be started raise RuntimeError.
-    """
+    """Run `action`; convert any exception to UserError or OSError."""
     try:
         return action()
     except (UserError, OSError):
         raise
     except MemoryError as error:
         raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {error or 'out of memory'}") from error
+    # Libraries report a full disk or memory in their own ways: tokenizers raises a plain Exception, torch's allocator
+    # and a thread that cannot be started raise RuntimeError.
     except Exception as error:
         text = headline(error)
         if any(words in str(error) for words in ("can't allocate memory", "out of memory", "can't start new thread")):
             raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {text}") from error
-        traceback.print_exc()  # to this rank's log, since it may be more than a full disk
+        # Into this rank's log, since it may be more than a full disk.
+        traceback.print_exc()
         kind = "" if type(error) is Exception else f"{type(error).__name__}: "
         raise UserError(f"rank {dist.get_rank()}: {kind}{text}") from error

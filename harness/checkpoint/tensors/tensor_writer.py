@@ -77,10 +77,10 @@ def require_storable(entries: Iterable[Entry]) -> None:
 def file_regions(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[FileRegion]]:
     """Return the header of the file `path` and the place of each tensor.
 
-    Tensors of wider dtypes come first, which aligns each tensor to its dtype. Raises UserError for a dtype that
-    safetensors cannot store.
+    Raises UserError for a dtype that safetensors cannot store.
     """
     require_storable(entries)
+    # Wider dtypes first, which aligns each tensor to its dtype.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -105,10 +105,12 @@ def create(path: Path, header: bytes, regions: Sequence[FileRegion]) -> None:
     """Create the file at full size with its header. Raises UserError if the disk is full or not writable."""
     size = file_size(header, regions)
     try:
-        with open(path, "wb", opener=open_no_link) as file:  # Path.open takes no opener
+        # Path.open takes no opener.
+        with open(path, "wb", opener=open_no_link) as file:
             file.write(header)
             file.truncate(size)
-            reserve(file.fileno(), size)  # find a full disk here, once, not on each rank later
+            # So that a full disk is found here, once, and not on each rank later.
+            reserve(file.fileno(), size)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path}: {size:,} bytes cannot be written: {reason(error, path.parent)}") from error
@@ -117,12 +119,13 @@ def create(path: Path, header: bytes, regions: Sequence[FileRegion]) -> None:
 def reserve(descriptor: int, size: int) -> None:
     """Reserve the blocks of a file if the file system can. Raises OSError if there is not enough room.
 
-    Not `posix_fallocate`: on a file system that cannot reserve blocks (NFS before 4.2, CephFS, Lustre on ZFS, ramfs,
-    many FUSE ones) glibc reads and writes each block instead, which fails on a file opened only for writing. Without a
-    reservation, a full disk shows when ranks write.
+    Without a reservation, a full disk shows when ranks write.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    fallocate = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # Linux alone has it
+    # Not `posix_fallocate`: on a file system that cannot reserve blocks (NFS before 4.2, CephFS, Lustre on ZFS, ramfs,
+    # many FUSE ones) glibc reads and writes each block instead, which fails on a file opened only for writing.
+    fallocate = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
+    # Linux alone has it.
     if fallocate is None:
         return
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -147,12 +150,7 @@ def _is_on_nfs(path: Path) -> bool:
 
 
 class OpenFiles:
-    """The files that a rank writes to, each opened once, only for writing.
-
-    An NFS client that has read a page and writes a part of it sends the whole page to the server, with outdated bytes
-    of other hosts. So when several hosts write one file on NFS, it is not opened for reading, and each write goes to
-    the server at once (O_DSYNC), which transfers only the written bytes.
-    """
+    """The files that a rank writes to, each opened once, only for writing."""
 
     def __init__(self, *, several_hosts: bool) -> None:
         self._several_hosts = several_hosts
@@ -164,7 +162,8 @@ class OpenFiles:
 
     def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors.values():
-            with suppress(OSError):  # `sync` reports failed writes
+            # `sync` reports failed writes.
+            with suppress(OSError):
                 os.close(descriptor)
 
     def write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
@@ -176,6 +175,9 @@ class OpenFiles:
             return
         try:
             if region.path not in self._descriptors:
+                # An NFS client that has read a page and writes a part of it sends the whole page to the server, with
+                # outdated bytes of other hosts. So a file that several hosts write is not opened for reading, and each
+                # write goes to the server at once, which transfers only the written bytes.
                 at_once = self._several_hosts and _is_on_nfs(region.path)
                 flags = os.O_WRONLY | (os.O_DSYNC if at_once else 0)
                 self._descriptors[region.path] = open_no_link(region.path, flags)
@@ -214,8 +216,9 @@ class OpenFiles:
         at = offset = region.start + sum(first * stride for first, stride in zip(start, strides, strict=True))
         for index, run in zip(product(*map(range, block.shape[:inner])), runs, strict=True):
             offset = at + sum(each * stride for each, stride in zip(index, strides, strict=False))
+            # As bytes, because numpy has no bfloat16. A call may write fewer of them than it was given.
             left = memoryview(run.view(torch.uint8).numpy())
-            while left:  # a call may write fewer bytes than it was given
+            while left:
                 left = left[os.pwrite(descriptor, left, offset + run.nbytes - len(left)) :]
         if block.nbytes >= SOON_BYTES and hasattr(os, "posix_fadvise"):
             # DONTNEED makes Linux start writing these pages to the disk, without waiting for them.

@@ -48,13 +48,13 @@ AHEAD_BYTES = 64 << 20  # bytes of read-ahead
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:
     """Raise UserError on all ranks unless the ranks of each stage own each value of its tensors exactly once.
 
-    Otherwise a file of the right size would contain wrong values, unnoticed until a run has resumed from it. All ranks
-    call it.
+    All ranks call it.
 
     Args:
         tensors: this rank's shards, with the same names in the same order on all ranks of a stage.
     """
-    # The counts of owned values, summed over the stage's ranks, must give the whole tensor.
+    # The counts of owned values, summed over the stage's ranks, must give the whole tensor. Otherwise a file of the
+    # right size would contain wrong values, unnoticed until a run has resumed from it.
     written = [sum(values.numel() for _, values in held.pieces()) if held.owned else 0 for held in tensors]
     # On the device, because NCCL does not reduce host tensors.
     counts = torch.tensor(written, dtype=torch.int64, device=get_accelerator().current_device_name())
@@ -128,10 +128,8 @@ def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegi
 
 
 def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
-    """Return whether a rank takes part when regions are passed along an axis.
-
-    A group takes part only if its first rank already has the regions: if it is at coordinate 0 of all later axes.
-    """
+    """Return whether a rank takes part when regions are passed along an axis."""
+    # A group takes part only if its first rank already has the regions: if it is at coordinate 0 of all later axes.
     later = PASSED_ALONG[PASSED_ALONG.index(axis) + 1 :]
     return all(coordinate.along(other) == 0 for other in later)
 
@@ -200,7 +198,8 @@ def write_tensors(
 ) -> None:
     """Write the files `STEM*` and wait for the disk; all ranks call it. Raises NotSaved on all ranks if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
-    all_save(planned.create)  # when it returns, rank 0 has created the files that all ranks open
+    # When it returns, rank 0 has created the files that all ranks open.
+    all_save(planned.create)
     opened = OpenFiles(several_hosts=several_hosts())
 
     def write() -> None:
@@ -228,10 +227,10 @@ class _File:
 def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: Container[str]) -> dict[str, Stored]:
     """Return the `wanted` tensors, by name, from the `listed` files `STEM*`; all ranks call it.
 
-    Only rank 0 reads the headers and broadcasts them: a thousand ranks reading all headers would overload a file
-    system. Each rank then opens only files with wanted tensors. Raises UserError on all ranks if one cannot be read.
+    Each rank opens only files with wanted tensors. Raises UserError on all ranks if one cannot be read.
     """
     of_stem = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    # Only rank 0 reads the headers: a thousand ranks reading all headers would overload a file system.
     paths = [folder / name for name in sorted(filter(of_stem.fullmatch, listed))] if dist.get_rank() == 0 else []
     headers = [all_or_none(lambda: [_header(path) for path in paths if path.is_file()])]
     dist.broadcast_object_list(headers, src=0, group=host_group())
@@ -260,11 +259,9 @@ def _wanted(folder: Path, file: _File, wanted: Container[str]) -> list[tuple[str
 
 @torch.no_grad()
 def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
-    """Fill this rank's shards with the stored values; call `require_stored` first.
-
-    Values are read in file order, with read-ahead.
-    """
+    """Fill this rank's shards with the stored values; call `require_stored` first."""
     pieces = [(stored[held.name], box, values) for held in tensors for box, values in held.pieces() if values.numel()]
+    # In file order, so that the disk reads ahead.
     pieces.sort(key=lambda piece: (piece[0].position, piece[1]))
     # Request up to AHEAD_BYTES from the disk ahead of the piece being read.
     coming = iter(pieces)
