@@ -11,10 +11,10 @@ from importlib import import_module
 from pathlib import Path
 
 from harness.checkpoint.directories import read_manifest, read_progress, set_aside
+from harness.checkpoint.exporting.model_files import hide_secrets
 from harness.checkpoint.integrity import changed_file, damage, unlisted
 from harness.checkpoint.listed import listed_files
 from harness.config.values.json_file import read_json
-from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError, reason
 from harness.verb_parser import Boolean, VerbParser, path_argument
 from harness.wording import counted

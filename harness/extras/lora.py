@@ -27,8 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.atomic import replaced_files
-from harness.checkpoint.exporting.model_files import set_aside_model
-from harness.config.values.secrets import hide_secrets
+from harness.checkpoint.exporting.model_files import hide_secrets, set_aside_model
 from harness.console import warn
 from harness.errors import UserError, headline
 from harness.extras.dora import initial_magnitudes, own_magnitudes

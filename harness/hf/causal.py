@@ -468,6 +468,7 @@ def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int
     if head.get_parameter("weight").shape[0] != vocab_size:
         return False
     part = vocab_size // size
+    # The same numbers on every rank, as all must decide alike.
     generator = torch.Generator().manual_seed(0)
     output: Tensor = torch.randn(1, 2, vocab_size, generator=generator).to(outer.device)
     whole = outer.finish(plan.head, output).logits

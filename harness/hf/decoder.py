@@ -453,6 +453,7 @@ def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> fro
         kinds.setdefault(tuple((own, tuple(p.shape)) for own, p in layer.named_parameters()), (name, layer))
     found = set()
     for name, layer in kinds.values():
+        # Under its name in the model, by which a plan knows its modules.
         trial = nn.Module()
         _nest(trial, name, copy.deepcopy(layer))
         cut(trial)

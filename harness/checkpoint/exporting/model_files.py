@@ -2,7 +2,7 @@
 
 The files are written under other names (`unfinished_name`). One operation switches from the old model to the new one:
 the rename of `model.safetensors` or of the index. The rest only gives the files their final names; if it is
-interrupted, the next export completes it.
+interrupted, the next export completes it. Secrets are removed from the configs beside them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from harness.atomic import FOLDER, UNFINISHED, free_name, replace_text, sync_fil
 from harness.config.model.files import INDEX, SINGLE
 from harness.config.values.json_file import MOST_BYTES, parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import without_secret_texts
 from harness.hf.locate import ADAPTERS
 
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -111,3 +113,14 @@ def _finish(directory: Path, files: Sequence[str], index: JsonObject) -> None:
 def _index_text(index: JsonObject, naming: Callable[[str], str]) -> str:
     weight_map = {name: naming(file) for name, file in index["weight_map"].items()}
     return json.dumps({**index, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+
+
+def hide_secrets(folder: Path) -> None:
+    """Remove secrets from the configs of a model, its adapters and its tokenizer in a folder.
+
+    A model's config may contain a `token` or an `api_key`, and exported models are published.
+    """
+    for path in filter(Path.is_file, (folder / name for name in CONFIGS)):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (plain := without_secret_texts(content)) != content:
+            path.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -23,13 +23,12 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from harness.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
-from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
+from harness.checkpoint.exporting.model_files import hide_secrets, replace_model, settle_model, unfinished_name
 from harness.checkpoint.exporting.plan_files import plan_files
 from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
 from harness.checkpoint.tensors.not_saved import all_save, saving
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
 from harness.checkpoint.tensors.whole_tensors import StageTensors, dealt_regions, several_hosts, write_tensors
-from harness.config.values.secrets import hide_secrets
 from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource

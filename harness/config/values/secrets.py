@@ -5,18 +5,15 @@ They are recognised by the names of their keys, by values of environment variabl
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from harness.config.values.json_object import JsonObject
 
 HIDDEN = "***"
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 # Secrets of fewer characters are not searched for in texts: they may be ordinary words.
 SHORTEST = 8
 _NAME = (
@@ -93,19 +90,8 @@ class Secrets:
 
 
 def is_secret(name: object, value: object) -> bool:
-    """Return whether a key names a secret and its value may be one; switches, numbers and null are not secret."""
+    """Return whether a key names a secret and its value may be one; switches, fractions and null are not."""
     return _KEY.fullmatch(str(name)) is not None and not (value is None or isinstance(value, bool | float))
-
-
-def hide_secrets(folder: Path) -> None:
-    """Remove secrets from the configs of a model, its adapters and its tokenizer in a folder.
-
-    A model's config may contain a `token` or an `api_key`, and exported models are published.
-    """
-    for path in filter(Path.is_file, (folder / name for name in CONFIGS)):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if (plain := without_secret_texts(content)) != content:
-            path.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def without_secret_texts(config: Mapping[str, object]) -> JsonObject:

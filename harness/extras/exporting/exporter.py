@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.atomic import replaced_files
 from harness.checkpoint.directories import set_aside
+from harness.checkpoint.exporting.model_files import hide_secrets
 from harness.checkpoint.exporting.weights import (
     export_adapters,
     export_config,
@@ -28,7 +29,6 @@ from harness.checkpoint.exporting.weights import (
 )
 from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.checkpoint.tensors.not_saved import NotSaved, all_save
-from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError
 from harness.extras.merging.merge import BASE
 from harness.extras.merging.whole_model import whole_model

@@ -16,13 +16,13 @@ from safetensors import safe_open
 
 from harness.atomic import free_name, sync_folder
 from harness.checkpoint.directories import MANIFEST, RUN, STATE, numbered
+from harness.checkpoint.exporting.model_files import hide_secrets
 from harness.checkpoint.integrity import damage, is_checkpoint, newest_whole
 from harness.checkpoint.saved_run import SavedRun
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions, index_content
 from harness.config.model.files import INDEX, SINGLE, has_tokenizer, has_weights
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
-from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError
 from harness.extras.lora import base_checksums, stored_checksums
 from harness.extras.merging.merged_model import WEIGHTS, MergedModel, stored_dtype

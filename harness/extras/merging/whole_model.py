@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from harness.atomic import replaced_files
-from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
+from harness.checkpoint.exporting.model_files import hide_secrets, replace_model, settle_model, unfinished_name
 from harness.checkpoint.tensors.tensor_writer import index_content
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
-from harness.config.values.secrets import hide_secrets
 from harness.console import warn
 from harness.extras.merging.merge import BESIDE_WEIGHTS, copy_files, write_file
 from harness.extras.merging.merged_model import stored_dtype

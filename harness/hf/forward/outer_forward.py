@@ -37,6 +37,7 @@ from harness.hf.forward.placeholders import ForwardRun, PlaceholderForward, Reac
 from harness.hf.layers.call import LayerInputs, LayerOutput
 from harness.parallel.dropout import has_dropout, rng_of_layer, separate_rng
 
+# Few, as each holds masks, and batches may come in many lengths.
 KEPT_SHAPES = 4
 # The micro-batch of the current forward pass, and the one that the current backward pass recomputes.
 KEPT_BATCHES = 2

@@ -221,6 +221,7 @@ class _Watch:
         self.running: list[str] = []
         original = dict(layer.named_modules())
         for name, module in self.layer.named_modules():
+            # On the instance, so that hooks and calls by the layer's own code go through it.
             module.forward = partial(self._call, name, module.forward, original[name])
             parameters = module._parameters  # noqa: SLF001  # where torch looks when a forward reads an attribute
             module.__dict__["_parameters"] = _RecordedReads(parameters, partial(self._read, name))
@@ -246,7 +247,6 @@ class _Watch:
     ) -> LayerOutput:
         self.calls[name] += 1
         self.running.append(name)
-        depth = len(self.running)
         try:
             return forward(*args, **kwargs)
         except ASKS_FOR_VALUES:
@@ -255,7 +255,7 @@ class _Watch:
                 self.looked_at_values.add(name)
             return _on_zeros(original, args, kwargs)
         finally:
-            del self.running[depth - 1 :]
+            self.running.pop()
 
     def _read(self, name: str) -> None:
         self.reads.setdefault(name, []).append(tuple(self.running))

@@ -111,6 +111,7 @@ class OpenFile:
         np.copyto(np.asarray(_bytes_of(into)).reshape(rows, size), runs)
 
     def _fill(self, rest: memoryview, start: int) -> None:
+        # Linux reads at most 2 GiB at a time.
         while rest:
             try:
                 count = os.preadv(self._file.fileno(), [rest], start)
@@ -122,6 +123,7 @@ class OpenFile:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    # One dimension, as torch cannot view a scalar as bytes; bytes, as numpy knows no bfloat16.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 

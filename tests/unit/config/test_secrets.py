@@ -10,8 +10,9 @@ import pytest
 
 from harness.checking.check import check
 from harness.checking.cli.render import text_block
+from harness.checkpoint.exporting.model_files import hide_secrets
 from harness.config.text.document import from_text
-from harness.config.values.secrets import Secrets, hide_secrets, masked_by_name
+from harness.config.values.secrets import Secrets, masked_by_name
 from harness.console import Console
 from harness.training.recording.files import write_run
 from harness.training.recording.recorder import MetricsFile
