@@ -48,11 +48,13 @@ def replaced_files(directory: Path) -> Iterator[Path]:
 
     Raises OSError if that fails. `directory` is then unchanged or contains some of the new files, each complete.
     """
+    # In `directory`, as a rename within one file system is atomic.
     folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=directory))
     try:
         yield folder
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            sync_file(path)  # before the rename, which may reach the disk first and leave an empty file
+            # Before the rename, which may reach the disk first and leave an empty file.
+            sync_file(path)
             target = directory / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             if target.exists() and not target.is_file():
@@ -68,10 +70,8 @@ def replaced_files(directory: Path) -> Iterator[Path]:
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file like `os.open`, but refuse a link with OSError; also usable as an opener for `open`.
-
-    In a folder that several users can write to, a link could make this process overwrite its target.
-    """
+    """Open a file like `os.open`, but refuse a link with OSError; also usable as an opener for `open`."""
+    # In a folder that several users can write to, a link could make this process overwrite its target.
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -90,13 +90,11 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def rename_folder(folder: Path, target: Path) -> Path:
-    """Rename a folder and return its new path. If the file system cannot rename it, copy it and delete the original.
-
-    overlayfs cannot rename a folder of a lower layer, such as one from a container image.
-    """
+    """Rename a folder and return its new path. If the file system cannot rename it, copy it and delete the original."""
     try:
         return folder.rename(target)
     except OSError as error:
+        # overlayfs cannot rename a folder of a lower layer, such as one from a container image.
         if error.errno != errno.EXDEV:
             raise
     try:

@@ -82,7 +82,7 @@ def warn(text: str) -> None:
 
 @cache
 def _log_once(logger: logging.Logger, text: str) -> None:
-    """Log a warning once, as Python shows it only once."""
+    # Cached, because Python shows a warning only once too.
     logger.warning("%s", text)
 
 

@@ -46,12 +46,15 @@ def start(env: LaunchEnv) -> torch.device:
     if device.type == "cuda":
         ask_torch_for_free_memory(accelerator)
     warnings.filterwarnings("ignore", DEPRECATED, FutureWarning)
-    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")  # it is the rank's own
+    # It is the rank's own.
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
+    # Before `init_distributed`, which would compile.
     avoid_compiling()
     mask_norms_on_the_device()
     import_muon_without_compiler()
     timeout = run_timeout()
-    sign_objects()  # before any rank sends an object
+    # Before any rank sends an object.
+    sign_objects()
     if not dist.is_initialized():
         env.export(os.environ)
         store = open_store(env, timeout)
@@ -92,10 +95,7 @@ def shared_store() -> dist.Store:
 
 
 def all_arrive(barrier: str, seconds: float) -> bool:
-    """Return whether all ranks reach the same `barrier` within `seconds`: a barrier with a timeout.
-
-    The first rank that sees all others, or gives up, decides for all.
-    """
+    """Return whether all ranks reach the same `barrier` within `seconds`: a barrier with a timeout."""
     store = shared_store()
     ranks = range(dist.get_world_size())
     verdict = "all"
@@ -104,7 +104,8 @@ def all_arrive(barrier: str, seconds: float) -> bool:
         store.wait([f"{barrier} {rank}" for rank in ranks], timedelta(seconds=seconds))
     except dist.DistStoreError:
         verdict = "not all"
-    # Compare-and-set: a rank that arrives just as another gives up must come to the same result.
+    # Compare-and-set: the first rank that sees all others, or gives up, decides for all. A rank that arrives just as
+    # another gives up must come to the same result.
     return bool(store.compare_set(f"{barrier} verdict", "", verdict) == b"all")
 
 

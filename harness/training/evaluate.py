@@ -42,10 +42,8 @@ CHUNK = 16  # micro-batches read and evaluated at a time; signals are checked be
 
 
 def batch_size(run: Run) -> int:
-    """Return the number of samples in an evaluation's micro-batch.
-
-    A router loss depends on which samples share a micro-batch, so its default must not depend on the layout.
-    """
+    """Return the number of samples in an evaluation's micro-batch."""
+    # A router loss depends on which samples share a micro-batch, so its default must not depend on the layout.
     usual = ROUTER_BATCH if isinstance(run.trainable.loss, RouterLoss) else run.spec.resolved.micro_batch
     return run.spec.args.per_device_eval_batch_size or usual
 
@@ -58,6 +56,7 @@ def evaluation_data(run: Run, given: AnyDataset | Mapping[str, AnyDataset] | Non
     Raises:
         UserError: new data cannot be used, or differs between ranks.
     """
+    # Asked of all ranks: on some of them a callback may have set new data, which all then check together.
     if given is None and not any_rank(run.evaluation_is_new):
         return run.data.evaluation
     data: EvaluationData
@@ -125,7 +124,8 @@ def computed_metrics(
                 named = {str(name): value for name, value in denumpify_detensorize(dict(found)).items()}
                 start = f"{prefix}_"
                 sent = [{name if name.startswith(start) else start + name: value for name, value in named.items()}]
-    finally:  # even after an exception, as the other ranks wait in this broadcast
+    # Even after an exception, as the other ranks wait in this broadcast.
+    finally:
         dist.broadcast_object_list(sent, src=0, group=host_group())
     if sent[0] is None:
         raise UserError("compute_metrics failed on rank 0")
@@ -158,16 +158,17 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     of_run = run.engine.loss.loss
     loss = _mean(run.engine, totals)
     has_perplexity = run.trainable.reads_tokens and of_run.is_cross_entropy
-    # exp() overflows above 709: an evaluation of a diverged model must not raise.
     metrics = {
         f"{prefix}_loss": loss,
         **{f"{prefix}_{name}_loss": value for name, value in of_sources.items()},
+        # exp() overflows above 709: an evaluation of a diverged model must not raise.
         **({perplexity: math.exp(min(loss, 700.0))} if has_perplexity else {}),
         **{f"{prefix}_{name}": value for name, value in of_run.metrics(totals.parts).items()},
         **found,
         f"{prefix}_samples": count,
         f"{prefix}_seconds": seconds,
-        f"{prefix}_runtime": seconds,  # HuggingFace's name for it
+        # HuggingFace's name for it.
+        f"{prefix}_runtime": seconds,
         f"{prefix}_samples_per_second": count / seconds,
         f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, layout.batch_ranks) / seconds,
     }
@@ -218,7 +219,8 @@ def _totals(
     if not n:
         raise UserError("the data set to evaluate is empty: give at least one sample")
     whole = n - n % micro_batch
-    if engine.has_router_loss:  # it counts padding, so the padded length must not depend on the layout
+    # A router loss counts padding, so the padded length must not depend on the layout.
+    if engine.has_router_loss:
         dataset = at_longest(dataset)
     totals = EvaluationTotals()
     # The last samples form a smaller micro-batch: if it were filled up, a router loss would count the repeated samples.

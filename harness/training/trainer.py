@@ -273,7 +273,8 @@ class Trainer:
             self._call("on_epoch_begin")
             if self._rollback is not None:
                 self._rollback.begin(self.save_checkpoint)
-            self._agree_on_control()  # a signal ends the run after its first step
+            # For the requests of callbacks. A signal is not acted on here: it ends the run after its first step.
+            self._agree_on_control()
             # A run that a signal ended has saved this step before its evaluation.
             if run.evaluation_due and self.eval_dataset is not None:
                 stop = self._evaluate_and_save(recorder, evaluate=True)
@@ -325,11 +326,7 @@ class Trainer:
         return record
 
     def _training_step(self) -> StepRecord:
-        """Train on the next global batch. Its new weights may still be in flight afterwards (`Engine.settle`).
-
-        The stream yields the micro-batches of this data-parallel rank; `Engine.train_step` runs forward, backward and
-        update; a non-finite step is handled before it is counted.
-        """
+        """Train on the next global batch. Its new weights may still be in flight afterwards (`Engine.settle`)."""
         run = self.run
         state = run.state
         stream = run.stream
@@ -340,8 +337,10 @@ class Trainer:
             records.record_step()
         self._call("on_step_begin")
         start_time = time.perf_counter()
-        learning_rate = run.engine.learning_rate  # read before the update, which advances the schedule
-        # Only the first stage needs inputs and only the last needs labels: the stages between get an empty list.
+        # Read before the update, which advances the schedule.
+        learning_rate = run.engine.learning_rate
+        # This data-parallel rank's own. Only the first stage needs inputs and only the last needs labels: the stages
+        # between get an empty list.
         micro_batches = stream.next_step(read=run.engine.reads_data)
         outcome = run.engine.train_step(
             micro_batches, state.consumed_samples, stream.length, stream.sources, settles=False
@@ -365,7 +364,8 @@ class Trainer:
             max(run.earlier_peaks.device, peak_bytes(run.groups.device)) if on_device else 0,
             max(run.earlier_peaks.host, peak_resident_bytes()),
         ]
-        device_bytes, host_bytes = self._reduce_max(peaks)  # the peak of the rank that needs most
+        # The peak of the rank that needs most.
+        device_bytes, host_bytes = self._reduce_max(peaks)
         # A callback may read weights on one rank only. Settling is collective, so all ranks settle here.
         if self._weights_are_read:
             run.engine.settle()
@@ -476,7 +476,8 @@ class Trainer:
             control.should_log,
             any(map(reads_between_steps, map(type, self.callbacks))),
         ]
-        waits, stop, ends, saves, evaluates, logs, reads = self._reduce_max(own)  # one small all-reduce for everything
+        # One small all-reduce for everything.
+        waits, stop, ends, saves, evaluates, logs, reads = self._reduce_max(own)
         self._weights_are_read = bool(reads)
         control.should_training_stop = bool(ends)
         control.should_save = bool(saves)
@@ -568,7 +569,8 @@ class Trainer:
 
         `state` replaces the run's state for an event that is reported late, such as the end of a background save.
         """
-        for callback in tuple(self.callbacks):  # a copy, as a callback may remove itself
+        # Over a copy, as a callback may remove itself.
+        for callback in tuple(self.callbacks):
             method = getattr(callback, moment)
             function = getattr(method, "__func__", method)
             if function not in self._keywords:

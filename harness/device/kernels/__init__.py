@@ -29,11 +29,9 @@ BLOCK = 1024
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Record the gradients of a trial, apart from the computation in whose middle it is made.
-
-    That may be an evaluation or a backward pass, which record none, or the forward of a layer that is recomputed: its
-    hooks would take the tensors that a trial saves for the layer's own, and its backward pass would fail.
-    """
+    """Record the gradients of a trial, apart from the computation in whose middle it is made."""
+    # That may be an evaluation or a backward pass, which record none, or the forward of a layer that is recomputed: its
+    # hooks would take the tensors that a trial saves for the layer's own, and its backward pass would fail.
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.inference_mode(mode=False), torch.enable_grad(), hooks:
         yield

@@ -49,6 +49,7 @@ class Activity:
 
     def show(self) -> None:
         """Write phase and progress to `row`. Takes a few microseconds."""
+        # One byte less than the field of SHOWN, so that the text always ends with a zero.
         doing = THIS_RANK.doing.encode()[:63]
         SHOWN.pack_into(self.row, 0, time.monotonic(), self.beats, self.phase, THIS_RANK.step, doing)
 
@@ -131,6 +132,7 @@ def beat(doing: str) -> None:
 
 def count_step() -> None:
     """Count the start of a step; called after the step's data has been read."""
+    # Not `THIS_RANK.step`, which a resumed or rolled back run sets: this number only grows.
     ACTIVITY.steps += 1
     ACTIVITY.beats = ACTIVITY.steps * BEATS_OF_STEP
     beat("training")

@@ -50,7 +50,8 @@ class Launcher:
     def _deepspeed(cls, links: list[tuple[int, int]], launch: int) -> Launcher:
         runner = parent_of(launch)
         command = command_of(runner)
-        if not any(Path(word).name in RUNNERS for word in command[:3]):  # started by ssh, or by hand
+        # Started by ssh, or by hand.
+        if not any(Path(word).name in RUNNERS for word in command[:3]):
             return cls(links=tuple(links), is_deepspeed=True)
         return cls(links=(*links, (launch, runner)), command=command, runner=runner, is_deepspeed=True)
 
@@ -58,14 +59,14 @@ class Launcher:
         """Return whether a process of the launch above this one has exited."""
         try:
             return any(parent_of(process) != parent for process, parent in self.links)
-        except OSError:  # unknown for now: no file can be opened, for instance
+        # Unknown for now: no file can be opened, for instance.
+        except OSError:
             return False
 
     def end_runner(self) -> None:
-        """End the `deepspeed` command by SIGTERM; its exit code is then 143.
-
-        It gets Ctrl-C as well, and would print a traceback a quarter of a second later.
-        """
+        """End the `deepspeed` command by SIGTERM; its exit code is then 143."""
+        # It gets Ctrl-C as well, and would print a traceback a quarter of a second later. Only while it is still the
+        # parent: its number may belong to another process by now.
         if any(parent == self.runner == parent_of(process) for process, parent in self.links):
             os.kill(self.runner, signal.SIGTERM)
 

@@ -70,12 +70,10 @@ def record_failure(error: BaseException) -> None:
 def record_failure_of(
     position: Position, pid: int, error: str, message: str, *, is_user_error: bool = False, is_lost_peer: bool = False
 ) -> None:
-    """Record why a rank failed. The watchdog calls this for ranks that hang or are stopped.
-
-    Does nothing if the rank already has a record: its first error is the cause.
-    """
+    """Record why a rank failed. The watchdog calls this for ranks that hang or are stopped."""
     folder = records_folder()
     name = f"rank-{position.rank}.json"
+    # A rank's first error is the cause: later ones follow from it.
     if folder is not None and not (folder / name).exists():
         line = (message.strip().splitlines() or [""])[0]
         own = asdict(Failure(**asdict(position), pid=pid, error=error, message=line, time=time.time()))
@@ -116,6 +114,7 @@ def read_positions(folder: Path) -> dict[int, Position]:
 
 def _write(name: str, record: dict[str, object]) -> None:
     """Write a record atomically. A failed write (a full disk) is ignored, as it must not end the run."""
+    # Not by `harness.atomic`, whose wait for the disk would delay each step.
     if (folder := records_folder()) is not None:
         unfinished = folder / f"{UNFINISHED}{THIS_RANK.rank}-{name}"
         with suppress(OSError):
@@ -126,6 +125,7 @@ def _write(name: str, record: dict[str, object]) -> None:
 def _read(folder: Path, pattern: str, kind: Callable[..., T]) -> list[T]:
     records = []
     for path in sorted(folder.glob(pattern)):
-        with suppress(OSError, ValueError):  # removed, or cut off by a full disk
+        # Removed, or cut off by a full disk.
+        with suppress(OSError, ValueError):
             records.append(kind(**read_json(path)))
     return records

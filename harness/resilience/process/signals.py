@@ -20,7 +20,8 @@ from harness.resilience.process import activity
 from harness.resilience.process.launcher import Launcher
 from harness.topology.processes import wait_readable
 
-# In ascending precedence: if ranks received different signals, the highest one counts.
+# In ascending precedence: if ranks received different signals, the highest one counts. SIGTERM is the lowest, because a
+# rank treats the loss of its launcher as a SIGTERM, whatever ended the launcher.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 POLL_S = 0.1  # interval of checks of the launcher
 SAME_S = 0.2  # signals within this time of the first count as one
@@ -58,7 +59,8 @@ class SignalListener:
         # `set_wakeup_fd` requires it of the writing end: a handler must not block on a full pipe.
         for end in (self._read, self._write):
             os.set_blocking(end, False)
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup
+        # Under nohup, a closed terminal must not end the run.
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         self.handlers = {number: signal.signal(number, self._noted) for number in SIGNALS if number not in ignored}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._open = True
@@ -71,6 +73,7 @@ class SignalListener:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        # Wakes the thread, which reads 0 as no signal.
         os.write(self._write, b"\0")
         self._thread.join()
         os.close(self._read)
@@ -93,6 +96,7 @@ class SignalListener:
         since_first = time.monotonic() - self._first_at
         if number == signal.SIGINT:
             self.launcher.end_runner()
+        # The first signal asks for a checkpoint; a later one that is not its echo ends the process at once.
         if self.saves and not self.first:
             self.first = number
             self._first_at = time.monotonic()
@@ -165,7 +169,8 @@ def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterat
             yield listener
         except BaseException as error:
             listener.saves = False
-            listener.where = None  # the error itself says why the run ends
+            # The error itself says why the run ends.
+            listener.where = None
             listener.first = error.number if isinstance(error, Stopped) else listener.first
             raise
         listener.promise = (
@@ -182,10 +187,7 @@ def received() -> int:
 
 
 def precedence(number: int) -> int:
-    """Return the precedence of a signal, from 1; 0 for no signal. Among all ranks, the highest counts.
-
-    SIGTERM is the lowest, because a rank treats the loss of its launcher as a SIGTERM, whatever ended the launcher.
-    """
+    """Return the precedence of a signal, from 1; 0 for no signal. Among all ranks, the highest counts."""
     return SIGNALS.index(signal.Signals(number)) + 1 if number else 0
 
 
@@ -207,25 +209,25 @@ def typed_command() -> tuple[str, ...] | None:
 
 
 def _active() -> SignalListener | None:
-    """Return the open listener, or None. Its signal handler is a bound method, so no global variable is needed."""
+    # The signal handler is a bound method of the open listener, so no global variable is needed.
     listener = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return listener if isinstance(listener, SignalListener) else None
 
 
 def _hold_back() -> None:
-    """Before a fork, block the signals: a child that receives one too early would write it to its parent's pipe."""
+    # Before a fork: a child that receives a signal too early would write it to its parent's pipe.
     if listener := _active():
         _OF_THREAD.mask = signal.pthread_sigmask(signal.SIG_BLOCK, listener.handlers)
 
 
 def _let_through() -> None:
-    """Deliver the signals that arrived during the fork."""
+    # Delivers the signals that arrived during the fork.
     if (mask := vars(_OF_THREAD).pop("mask", None)) is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _forget() -> None:
-    """In a forked child, restore the default handlers: the pipe belongs to the parent's thread."""
+    # In a forked child the default handlers return, as the pipe belongs to the parent's thread.
     if listener := _active():
         signal.set_wakeup_fd(-1)
         for number in listener.handlers:

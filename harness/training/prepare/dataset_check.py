@@ -124,10 +124,8 @@ def sample_length(batch: MicroBatch | None) -> int:
 
 
 def require_one_shape(dataset: MapDataset, collator: Collator, size: int) -> None:
-    """Raise UserError if the first micro-batches of `size` samples differ in shape.
-
-    A user's collator may pad each micro-batch to its own longest sample, and a data set need not know its lengths.
-    """
+    """Raise UserError if the first micro-batches of `size` samples differ in shape."""
+    # A user's collator may pad each micro-batch to its own longest sample, and a data set need not know its lengths.
     count = min(MOST_TRIED, dataset_length(dataset) // size)
     tried = [range(start * size, (start + 1) * size) for start in range(count)]
     shapes = [tuple(first_tensor(read_micro_batch(dataset, rows, collator)[0][0]).shape) for rows in tried]

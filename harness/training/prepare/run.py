@@ -134,10 +134,8 @@ class Run:
         self.evaluation_is_new = is_new
 
     def next_event(self, step: int) -> int:
-        """Return the next step that may have events due, apart from ends of epochs and the last step.
-
-        Most steps can thus skip `events_after`.
-        """
+        """Return the next step that may have events due, apart from ends of epochs and the last step."""
+        # So that most steps can skip `events_after`.
         args = self.spec.args
         stated = [
             args.logging_steps if args.logging_strategy == "steps" else 0,

@@ -91,18 +91,15 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def _cut(self, first_step: int) -> FileIO:
-        """Open the file; drop the lines of `first_step` and later steps, and lines that are not metrics.
-
-        The file is truncated at the first line to drop, which works even on a full disk. Later lines that must stay are
-        rewritten with the next write.
-        """
+        """Open the file; drop the lines of `first_step` and later steps, and lines that are not metrics."""
         # Opening a pipe would block, and a link may lead to somebody else's file.
         if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
             raise UserError(f"{self._path}: it is not a file: move it elsewhere")
         there = self._path.read_bytes() if self._path.is_file() else b""
         lines = (there + self._waiting).splitlines(keepends=True)
         stays = [_is_before(line, first_step) for line in lines]
-        # `accumulate(stays, min)` is true up to the first line to drop.
+        # The file is truncated at the first line to drop, which works even on a full disk. Later lines that must stay
+        # are rewritten with the next write. `accumulate(stays, min)` is true up to the first line to drop.
         size = min(len(there), sum(map(len, itertools.compress(lines, itertools.accumulate(stays, min)))))
         self._waiting = b"".join(itertools.compress(lines, stays))[size:]
         file = self._opened()
@@ -114,7 +111,7 @@ class MetricsFile:
         return FileIO(self._path, "ab", opener=open_no_link)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Run an action; warn if it fails, for example on a full disk. Training continues, and lines wait in memory."""
+        # On a full disk, for example, training continues, and lines wait in memory.
         try:
             action()
         except OSError as error:

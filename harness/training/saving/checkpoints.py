@@ -135,10 +135,8 @@ class Checkpoints:
         return bool(self._attempt(self._advance))
 
     def wait_a_moment(self) -> None:
-        """Wait up to a second for the checkpoint, in the step after its save; all ranks call it.
-
-        This way a killed run with short steps repeats at most the steps between two saves.
-        """
+        """Wait up to a second for the checkpoint, in the step after its save; all ranks call it."""
+        # This way a killed run with short steps repeats at most the steps between two saves.
         until = time.monotonic() + MOMENT_S
         # The condition is the same on all ranks, so all of them or none enter `any_rank`.
         while self.pending is not None and self.pending.step == self.run.state.global_step - 1:
