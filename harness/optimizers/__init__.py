@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Mapping
+from operator import attrgetter
 
 from harness.optimizers.optimizer import OptimizerClass, OptimizerType, Range
+from harness.records import records
 
 __all__ = ["DEFAULT", "FLAGS", "OPTIMIZERS", "OptimizerClass", "OptimizerType", "Range", "find"]
 
-
-def _found() -> Iterator[OptimizerType]:
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        for value in vars(import_module(module.name)).values():
-            if isinstance(value, OptimizerType):
-                yield value
-
-
-OPTIMIZERS: Mapping[str, OptimizerType] = {
-    each.name: each for each in sorted(_found(), key=lambda each: each.name.lower())
-}
+_FOUND = records(__name__, __path__, OptimizerType, attrgetter("name"))
+OPTIMIZERS: Mapping[str, OptimizerType] = {name: _FOUND[name] for name in sorted(_FOUND, key=str.lower)}
 """All optimizers by name, in alphabetical order."""
 DEFAULT = OPTIMIZERS["AdamW"]
 """The optimizer of a run whose config names none."""

@@ -1,11 +1,11 @@
-"""Pipeline schedules: one module each, with everything specific in its `SCHEDULE`. Imports no torch."""
+"""Pipeline schedules: one module each, with everything specific in its `PipelineSchedule`. Imports no torch."""
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Mapping
+from operator import attrgetter
 
+from harness.records import records
 from harness.schedules.chunks import ModelChunks
 from harness.schedules.schedule import Kind, Order, Pass, PipelineSchedule
 
@@ -23,17 +23,9 @@ __all__ = [
 ]
 
 _DEFAULT_CHUNKS = 2  # per stage, for a schedule that leaves their number open
-
-
-def _found() -> Iterator[PipelineSchedule]:
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        found = getattr(import_module(module.name), "SCHEDULE", None)
-        if isinstance(found, PipelineSchedule):
-            yield found
-
-
+_FOUND = records(__name__, __path__, PipelineSchedule, attrgetter("name"))
 SCHEDULES: Mapping[str, PipelineSchedule] = {
-    each.name: each for each in sorted(_found(), key=lambda each: (each.chunks != 1, each.paper))
+    each.name: each for each in sorted(_FOUND.values(), key=lambda each: (each.chunks != 1, each.paper))
 }
 """All schedules by name: schedules with one model chunk per stage first, then by the date of the paper."""
 DEFAULT = SCHEDULES["1f1b"].name

@@ -91,7 +91,7 @@ CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popi
 
 # `harness/` itself has files of three kinds, each like a folder: what all may use, what is made of the config, and the
 # entry points, which are all others.
-USED_BY_ALL = {"atomic", "errors", "spelling", "wording"}
+USED_BY_ALL = {"atomic", "errors", "records", "spelling", "wording"}
 OF_CONFIGS = {"completion", "console", "preconditions", "quiet", "uncaught", "verb_parser"}
 
 # Names of families that are words of their own as well.

@@ -186,9 +186,9 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
             listed = f"{' '.join(several)} (in a --config file: [{', '.join(several)}])"
             raise UserError(f"{path} does not exist: separate several files by spaces: {listed}")
         raise UserError(f"{path} does not exist: give a {suffixes} file, a directory of them, or {PYTHON_STDLIB}")
-    if path.suffix in _COMPRESSED:
-        raise UserError(f"{path} is compressed: unpack it first")
     if path.suffix not in FORMATS:
+        if path.suffix in _COMPRESSED:
+            raise UserError(f"{path} is compressed: unpack it first")
         raise UserError(f"{path} is not one of {suffixes}: convert it, or rename it if it is plain text")
     return [path]
 

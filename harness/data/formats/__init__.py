@@ -1,14 +1,14 @@
-"""Formats of data files: one module each, with everything specific in its `FORMAT`. Imports no torch."""
+"""Formats of data files: one module each, with everything specific in its class. Imports no torch."""
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from harness.data.formats.format import Extent, Format, RowFormat
 from harness.data.formats.token_format import TokenFile, TokenFormat
+from harness.records import records
 
 __all__ = [
     "FORMATS",
@@ -22,18 +22,12 @@ __all__ = [
     "format_of",
 ]
 
-
-def _found() -> Iterator[Format | TokenFormat]:
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        found = getattr(import_module(module.name), "FORMAT", None)
-        if isinstance(found, Format | TokenFormat):
-            yield found
-
-
-_ALL = sorted(_found(), key=lambda each: (each.suffix != ".txt", each.suffix))
-FORMATS: Mapping[str, Format] = {each.suffix: each for each in _ALL if isinstance(each, Format)}
+# mypy takes `type[T]` for a class that is called, and refuses an abstract one.
+_FOUND = records(__name__, __path__, Format, attrgetter("suffix"))  # type: ignore[type-abstract]
+_TOKENS = records(__name__, __path__, TokenFormat, attrgetter("suffix"))  # type: ignore[type-abstract]
+FORMATS: Mapping[str, Format] = {name: _FOUND[name] for name in sorted(_FOUND, key=lambda name: (name != ".txt", name))}
 """Formats of text and rows by suffix, in the order in which messages name them: plain text first, then by suffix."""
-TOKEN_FORMATS: Mapping[str, TokenFormat] = {each.suffix: each for each in _ALL if isinstance(each, TokenFormat)}
+TOKEN_FORMATS: Mapping[str, TokenFormat] = dict(sorted(_TOKENS.items()))
 """Formats of token ids by the suffix of the file that holds the ids."""
 PLAIN_TEXT = FORMATS[".txt"]
 """The format of a file with an unknown suffix, such as a .py file of Python's standard library."""

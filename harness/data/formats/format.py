@@ -43,7 +43,7 @@ class Format(ABC):
     """A format of data files. By default a file is one extent, as it can only be read from its beginning.
 
     Attributes:
-        suffix: of the files' names.
+        suffix: of the files' names, from their last dot: ".gz" of "a.jsonl.gz".
         describes_data: whether such a file counts as data in a directory only if that holds no other data files.
     """
 

@@ -18,6 +18,7 @@ import pytest
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import hold_out, read_documents
 from harness.data.files.sources import find_files, preflight
+from harness.data.formats import FORMATS
 from harness.data.on_disk.cache import Preparation
 from harness.data.rows.pieces import PIECE_CHARACTERS, parts_of
 from harness.data.tokenizer import ByteTokenizer
@@ -201,6 +202,15 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(suffix, tmp_path)
     for source in (tmp_path / f"pipe{suffix}", tmp_path / f"device{suffix}", tmp_path):
         with pytest.raises(UserError, match=rf"{suffix} is a pipe, a socket or a device: give a file"):
             preflight(source)
+
+
+def test_a_compressed_file_is_refused_unless_a_format_reads_it(tmp_path, monkeypatch):
+    file = tmp_path / "a.jsonl.gz"
+    file.touch()
+    with pytest.raises(UserError, match="is compressed: unpack it first"):
+        find_files(file)
+    monkeypatch.setattr("harness.data.files.sources.FORMATS", {**FORMATS, ".gz": FORMATS[".jsonl"]})
+    assert find_files(file) == find_files(tmp_path) == [file]
 
 
 def test_a_file_is_opened_once_however_often_it_is_asked_for(tmp_path, cache, monkeypatch):

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import optim
 
 from harness.checking.rules.syntax.ranges import KINDS
-from harness.optimizers import DEFAULT, OPTIMIZERS, OptimizerClass, find
+from harness.optimizers import DEFAULT, FLAGS, OPTIMIZERS, OptimizerClass, find
 
 CLASSES = {
     each.path: each
@@ -80,3 +80,7 @@ def test_ranges_are_of_options_that_a_class_has_and_of_kinds_that_the_check_know
         assert {*record.ranges} <= known, record.name
         assert {*record.ranges.values()} <= {*KINDS}
         assert all({*options} <= known for options in record.flags.values())
+
+
+def test_a_value_of_optim_selects_one_optimizer() -> None:
+    assert len(FLAGS) == sum(len(record.flags) for record in OPTIMIZERS.values())

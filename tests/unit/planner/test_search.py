@@ -64,7 +64,8 @@ def test_every_layout_has_all_ranks_and_the_whole_batch(world_size: int, batch: 
     for one in found:
         assert one.zero_stage >= 1 and (one.pp_size == 1 or one.zero_stage == 1)  # bf16
         assert one.micro_batch <= 64
-        assert one.schedule == "1f1b" or (one.pp_size > 1 and one.recompute == "none")
+        assert one.schedule == "1f1b" or one.pp_size > 1
+        assert one.recompute == "none" or not SCHEDULES[one.schedule].defers
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,8 @@ def test_schedules_and_shared_sequences_are_tried_where_they_can_run(
 ) -> None:
     asked = task(world_size)
     found = strategies(replace(asked, workload=replace(asked.workload, sequence=length)))
-    assert {(one.schedule_name, one.chunks_per_stage) for one in found if one.pp_size == world_size} == orders
+    tried = {(one.schedule_name, one.chunks_per_stage) for one in found if one.pp_size == world_size}
+    assert {each for each in tried if each[0] in ("1f1b", "interleaved", "zero-bubble", "zero-bubble-v")} == orders
     assert {one.tp_size for one in found if one.sequence_parallel} == shared
     assert {(one.schedule_name, one.chunks_per_stage) for one in found if one.pp_size == 1} == {("1f1b", 1)}
 
