@@ -215,6 +215,7 @@ def read_source(name: str) -> ModelSource:
     config = text_decoder(config)
     # Registers the class of a text decoder that was trained from its whole model, and is now read again.
     causal_class(config)
+    # Absolute, as the run may change its working directory before it reads them.
     weights = directory.absolute() if has_weights(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=_read_generation(directory))
 

@@ -90,6 +90,7 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dp_
 
     Source: DeepSpeedConfig._set_batch_related_parameters.
     """
+    # A size of 0 gives 0 instead of an error, as the check refuses it under its key.
     if train is not None:
         if micro is not None and accumulation is None:
             accumulation = train // micro // dp_size if micro else 0

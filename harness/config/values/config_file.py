@@ -40,6 +40,7 @@ class PlainConfig:
 
 def preset_file(source: str) -> Path | None:
     """Return the file of a packaged preset; None if `source` is a path or not the name of a preset."""
+    # The user's own file wins, even a link to nowhere, which is then told as such.
     if not source or os.path.lexists(source) or os.sep in source:
         return None
     preset = PRESETS / f"{source.removesuffix('.json')}.json"
@@ -49,6 +50,7 @@ def preset_file(source: str) -> Path | None:
 def read_plain(config: str | Mapping[str, object], path: str = FROM_PROGRAM) -> PlainConfig:
     """Read a config: a file, a preset by name, or values from a program, which get `path`. Raises UserError."""
     if isinstance(config, Mapping):
+        # A copy in JSON's types, as from a file: a tuple becomes a list.
         return PlainConfig(path, json.loads(json.dumps(dict(config))))
     file = preset_file(config) or Path(config)
     try:

@@ -40,6 +40,7 @@ def put(config: JsonObject, pointer: str, value: object) -> None:
 
 def whole(value: object) -> int | None:
     """Return `value` as an int if it is a whole number (5e8 is, true is not), else None."""
+    # Not math.isfinite, which fails for integers that are too large for a float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
         return None
     return int(value) if value == int(value) else None
@@ -47,6 +48,7 @@ def whole(value: object) -> int | None:
 
 def name_of(pointer: str) -> str:
     """Return a pointer as users write it: `zero_optimization.stage` for `/zero_optimization/stage`."""
+    # In this order, by RFC 6901: "~01" is "~1".
     steps = (step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:])
     return ".".join(step or '""' for step in steps)
 

@@ -38,14 +38,13 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def find_stack(model: PreTrainedModel) -> str:
     """Return the name of the ModuleList that holds the decoder layers of a model on the meta device.
 
-    It is a list with as many layers as the config has, or any list if none has (some configs count a layer twice). A
-    list inside another list's layer does not count. If there are several, it is the one whose layer the forward calls
-    first when it gets only token ids (an encoder of images is not called then), else the largest. The analysis of the
-    forward checks that its layers are called one after the other (`analysis.py`). Raises UserError without a list.
+    The analysis of the forward checks that its layers are called one after the other (`analysis.py`). Raises UserError
+    without a list.
     """
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
+        # A list inside another list's layer, such as its experts, is a part of that layer.
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in sizes):
             size = sum(parameter.numel() for parameter in module.parameters())
             sizes |= {name: size} if size else {}
@@ -53,7 +52,9 @@ def find_stack(model: PreTrainedModel) -> str:
         raise UserError(
             f"model type {model.config.model_type!r} has no list of decoder layers, so it cannot be split into stages"
         )
+    # Any list if none has as many layers as the config, since some configs count a layer twice.
     deep = [name for name in sizes if len(list(model.get_submodule(name).children())) == depth] or list(sizes)
+    # For token ids alone a forward calls no encoder of images. If it fails on meta, the largest list is taken.
     called = _first_called(model, deep) if len(deep) > 1 else None
     return called or max(deep, key=lambda name: sizes[name])
 
@@ -61,6 +62,7 @@ def find_stack(model: PreTrainedModel) -> str:
 class _Called(Exception):
     """Raised to end a forward that has reached a layer of the list `name`."""
 
+    # Not a RuntimeError, which would count as a forward that cannot run (`CANNOT_RUN`).
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name

@@ -99,11 +99,9 @@ class LayerOutputSpec:
 
 
 def kind_of(layer: nn.Module) -> Hashable:
-    """Return a key that is equal for layers with equal modules, shapes and settings.
+    """Return a key that is equal for layers with equal modules, shapes and settings: their outputs nest alike."""
 
-    Their outputs have the same structure. Numeric settings do not count, as one may be the layer's index.
-    """
-
+    # Without numbers, as one may be the layer's index.
     def settings(module: nn.Module) -> tuple[tuple[str, bool | str], ...]:
         return tuple(sorted((key, value) for key, value in vars(module).items() if isinstance(value, (bool, str))))
 

@@ -177,6 +177,7 @@ class Scratch:
     def room_for(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor [*sizes] without values."""
         self.holds = None
+        # Frees a last piece with memory of its own before the next is allocated.
         self.values = torch.empty(0)
         count = prod(sizes)
         if count * dtype.itemsize > PIECE_BYTES:
@@ -249,6 +250,7 @@ class _Recording(TorchDispatchMode):
         """Also record functions that torch skips on meta: truncated normals, orthogonal matrices."""
         functions: Any = initialization.TORCH_INIT_FUNCTIONS
         originals = {name: functions[name] for name in _NOT_ON_META}
+        # In both: transformers calls its table, and a family may call torch.
         for name, function in originals.items():
             functions[name] = partial(self._init_function, function, _NOT_ON_META[name])
             setattr(nn.init, name, functions[name])
