@@ -115,7 +115,8 @@ class OverlappedMeans:
             if group in self._under_way:
                 continue
             if self._missing.get(group, {-1}):
-                return  # later groups wait too, even if they are complete: all ranks reduce in one order
+                # Later groups wait too, even if they are complete: all ranks reduce in one order.
+                return
             self._start(group)
 
     def _start(self, group: int) -> None:

@@ -304,7 +304,8 @@ class ScheduledEngine(PipelineEngine):
         if isinstance(self.optimizer, ZeROOptimizer):
             # This is a new micro-batch, not the recomputation of a layer during a backward pass.
             self.optimizer.clear_backward_seen_flag()
-        loss_fn.expect(labels)  # with tiling the last layer computes the loss of each tile
+        # With tiling the last layer computes the loss of each tile.
+        loss_fn.expect(labels)
         with autocast_if_enabled(self):  # the config's `torch_autocast`
             # Called, not its `forward`: DeepSpeed's hooks on it cast inputs to fp16, and time and profile it.
             outputs = self.module(inputs)

@@ -51,7 +51,8 @@ class StepGradients:
         if position is not None:
             group, at = position
             self._optimizer.fp32_groups_has_gradients[group][at] = True
-            return self._in_flat(group, at).zero_().view_as(parameter)  # overwrites the values of an earlier step
+            # Zeroed here, because nothing clears the sums of an earlier step.
+            return self._in_flat(group, at).zero_().view_as(parameter)
         dtype = self._optimizer.gradient_accumulation_dtype if self._accumulates else parameter.dtype
         found = torch.zeros_like(parameter, dtype=dtype)
         setattr(parameter, self._attribute, found)

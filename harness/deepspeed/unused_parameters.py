@@ -36,7 +36,7 @@ class UnusedParameters:
         self._agreed = False
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def look(self, found: Callable[[nn.Parameter], Tensor | None]) -> None:
+    def find(self, found: Callable[[nn.Parameter], Tensor | None]) -> None:
         """In the first step, find the parameters that no rank has used, before missing gradients become zeros.
 
         All ranks call it. `found` returns a parameter's gradient, or None if this rank computed none.

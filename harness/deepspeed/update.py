@@ -195,7 +195,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         # Before missing gradients become zeros: torch's optimizers skip parameters without a gradient, but DeepSpeed's
         # would apply weight decay to them.
         if not self._has_stepped:
-            self.unused.look(self.gradients.found)
+            self.unused.find(self.gradients.found)
         # Ranks may have used different parameters. If each reduced only its existing gradients, ranks would call
         # different collectives, and hang.
         self.gradients.fill(self.trained)
@@ -220,7 +220,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             # DeepSpeed averages, unless compression has, and keeps this rank's partition.
             super()._exec_reduce_grads()
         elif self.parts.compression is None and self.parts.groups.dp_group is not None:
-            super()._exec_reduce_grads()  # an all_reduce of all gradients, in buckets
+            # DeepSpeed's all_reduce of all gradients, in buckets.
+            super()._exec_reduce_grads()
         # Otherwise there is one data-parallel rank, or compression has averaged. DeepSpeed would still copy all
         # gradients to a flat tensor and back.
 
@@ -268,7 +269,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             self._clip_and_skip_on_device(norm)
         else:
             clip(self._stepped_gradients(), norm, self.gradient_clipping())
-            applied = not self._skips_nonfinite or bool(torch.isfinite(norm))  # the host waits for the device
+            # The host waits for the device.
+            applied = not self._skips_nonfinite or bool(torch.isfinite(norm))
         if applied:
             with self.unused.kept([self.basic_optimizer]) if self.unused.pieces else nullcontext():
                 if self.weights is None:
@@ -352,7 +354,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         elif self.lr_scheduler is not None:
             try:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            except TypeError:  # ReduceLROnPlateau needs an argument, and DeepSpeed gives it this one
+            except TypeError:
+                # ReduceLROnPlateau needs an argument, and DeepSpeed gives it this one.
                 self.lr_scheduler.step(self.train_batch_size())
         self.losses = None
         self.global_steps += 1
@@ -379,7 +382,8 @@ class WholeEngine(ConstructedEngine, DeepSpeedEngine):
         if isinstance(self.optimizer, DividedOptimizer):
             self.optimizer.prepare(skips_nonfinite=skips_nonfinite, reduces_once=reduces_once)
         elif skips_nonfinite and hasattr(self.optimizer, "check_grad_overflow"):
-            self.optimizer.check_grad_overflow = True  # by default ZeRO-3 checks only in fp16
+            # By default ZeRO-3 checks only in fp16.
+            self.optimizer.check_grad_overflow = True
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
         if isinstance(self.optimizer, DividedOptimizer) and self.optimizer.reduces_once:
@@ -409,7 +413,8 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
         """Set the run's options."""
         self.reduces_once = reduces_once
         if skips_nonfinite:
-            self.check_grad_overflow = True  # by default only in fp16
+            # By default, DeepSpeed checks only in fp16.
+            self.check_grad_overflow = True
         # With offloading, DeepSpeed reads the norm of each parameter on the host anyway.
         self.asks_once = skips_nonfinite and not self.cpu_offload and self.compute_grad_norm
         self.compressed = compressed
@@ -440,7 +445,8 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
         self.setup_buckets()
         for i, group in enumerate(self.bit16_groups):
             for param in group:
-                if self.get_gradient_for_reduction(param) is None:  # another rank may have used it
+                # Another rank may have used the parameter, and all ranks reduce it.
+                if self.get_gradient_for_reduction(param) is None:
                     missing = torch.zeros_like(param, dtype=self.gradient_accumulation_dtype)
                     setattr(param, "grad_accum" if self.use_grad_accum_attribute else "grad", missing)
                 self.reduce_ready_partitions_and_remove_grads(param, i)
@@ -470,7 +476,8 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
 
     def _check_overflow(self, partition_gradients: bool = True) -> None:
         if self.asks_once:
-            self.overflow = False  # the norm will show it
+            # The norm will show an overflow.
+            self.overflow = False
         else:
             super()._check_overflow(partition_gradients)
 

@@ -56,6 +56,7 @@ def start(env: LaunchEnv) -> torch.device:
     # Before any rank sends an object.
     sign_objects()
     if not dist.is_initialized():
+        # torch and DeepSpeed read ranks and addresses from the environment.
         env.export(os.environ)
         store = open_store(env, timeout)
         require_one_kind(store, env, device.type)

@@ -38,7 +38,8 @@ from harness.training.prepare.run import Run
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
-CHUNK = 16  # micro-batches read and evaluated at a time; signals are checked between chunks
+# Micro-batches read and evaluated at a time. Signals are checked between chunks, and outputs gathered.
+CHUNK = 16
 
 
 def batch_size(run: Run) -> int:
@@ -238,6 +239,7 @@ def _sums(
     steps = evaluation_steps(len(rows), micro_batch, size)
     # Stages exchange the shape of activations once per call of the engine, so its micro-batches must be padded alike.
     alike = CHUNK if engine.groups.layout.pp_size > 1 else 1
+    # `_totals` has already set one length for the whole data set.
     if engine.has_router_loss:
         alike = 0
     batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)

@@ -220,6 +220,7 @@ class Trainer:
         self.checkpoints.settle()
         if self.stream is not None:
             self.stream.close()
+        # They refer to the engine.
         self._keywords.clear()
         release(self.run)
 
@@ -417,7 +418,8 @@ class Trainer:
         stop = self._agree_on_control()
         if control.should_log and not due.log:
             self._call("on_log", logs=recorder.log(record))
-            stop = self._agree_on_control()  # `on_log` may have changed `control` on some ranks
+            # `on_log` may have changed `control` on some ranks.
+            stop = self._agree_on_control()
         control.should_log = False
         if stop or due.evaluate or due.save or control.should_evaluate or control.should_save:
             return self._evaluate_and_save(recorder, stop, evaluate=due.evaluate, save=due.save)

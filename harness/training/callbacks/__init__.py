@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from harness.training.engine.engine import Engine
 
+# Functions of the Trainer, because rebalancing the stages replaces its engine.
 GIVEN: Mapping[str, Callable[[CallingTrainer], object]] = {
     "trainer": lambda trainer: trainer,
     "model": lambda trainer: trainer.model,

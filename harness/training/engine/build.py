@@ -149,7 +149,8 @@ def _initialize(
         lr_scheduler=schedule,
         mpu=grid,
         config=config,
-        dist_init_required=False,  # the process group is open
+        # The process group is open.
+        dist_init_required=False,
     )
     return engine, compression
 
@@ -391,6 +392,7 @@ def layer_finisher(spec: EngineSpec, groups: Groups, part: Zero3Partition | None
 
     def partition(layer: Any) -> None:
         mark_leaves(layer, layer.leaves())
+        # This call is for its effect on the layer: `zero.Init` partitions the parameters of a given module.
         spread = deepspeed.zero.Init if part is None else PartitionInPlace
         spread(
             module=layer,

@@ -300,7 +300,8 @@ class Engine(ABC):
         both: Tensor = to_device(torch.tensor([counted, rows], dtype=torch.float64), self.device)
         if self.reads_labels and self.groups.dp_group is not None:
             dist.all_reduce(both, group=self.groups.dp_group)
-            both /= self.groups.layout.cp_size  # context ranks have all counted the same samples
+            # Context ranks have all counted the same samples.
+            both /= self.groups.layout.cp_size
         return both[0], both[1]
 
     def weigh(
@@ -362,7 +363,8 @@ class PipelineStages(Engine):
 
     def release(self) -> None:
         """Free the engine's memory, but keep its process groups. A rank may call it alone."""
-        with suppress(RuntimeError):  # the peer of a transfer may have exited
+        # The peer of a transfer in flight may have exited.
+        with suppress(RuntimeError):
             self.deepspeed.abandon_weights()
         super().release()
 

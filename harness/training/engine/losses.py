@@ -82,12 +82,13 @@ class SourceLosses:
         """Reset before a micro-batch whose losses come in tiles."""
         self._found = {}
 
-    def see(self, losses: Tensor, labels: Tensor, sources: Tensor, tile: int | None = None) -> None:
+    def record(self, losses: Tensor, labels: Tensor, sources: Tensor, tile: int | None = None) -> None:
         """Record `losses` [batch, sequence] of `labels` [batch, sequence]; `sources` [batch] has each row's source.
 
         `tile` is the first token of a tile of the sequence. A tile that the backward pass recomputes counts once.
         """
         found = losses.new_zeros(2, len(self.names))
+        # An evaluation passes no sources.
         if len(sources):
             both = torch.stack([losses.detach().sum(1), (labels != IGNORED).sum(1).float()])
             found.index_add_(1, sources, both)
@@ -218,7 +219,7 @@ class CausalLoss(Loss):
         size = self.vocab_size if self.group is not None else logits.shape[-1]
         losses = vocab_parallel_cross_entropy(logits, wanted, self.group, size)
         if self.by_source is not None:
-            self.by_source.see(losses, wanted, sources, None if tile is None else tile[0])
+            self.by_source.record(losses, wanted, sources, None if tile is None else tile[0])
         return losses.sum()
 
 
@@ -301,7 +302,7 @@ class MeanLoss(Loss):
             return weight * 0.0
         kept = tuple(label[:n] for label in labels)
         outputs = outputs[:n] if isinstance(outputs, Tensor) else tuple(tensor[:n] for tensor in outputs)
-        return _called(self.loss_fn, outputs, kept[0] if len(kept) == 1 else kept) * n * weight
+        return _call_loss(self.loss_fn, outputs, kept[0] if len(kept) == 1 else kept) * n * weight
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ class LogitsLoss(Loss):
         if not self.per_label:
             return MeanLoss(self.loss_fn)(outputs, targets) / self.context.size
         # The function divides its sum by this number, which multiplies it by the weight.
-        return _called(self.loss_fn, outputs, labels, num_items_in_batch=1 / weight) / self.context.size
+        return _call_loss(self.loss_fn, outputs, labels, num_items_in_batch=1 / weight) / self.context.size
 
 
 def losses_by_source(loss: Loss) -> SourceLosses | None:
@@ -401,7 +402,7 @@ def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smooth
     return total / num_items_in_batch
 
 
-def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
+def _call_loss(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
     """Call the user's loss; return a float32 scalar. Raises UserError unless it returns a tensor of one element."""
     # The activity tells the watchdog that a slow function is not a hang.
     with inside("loss_fn"):

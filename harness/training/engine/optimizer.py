@@ -155,7 +155,8 @@ class LateAdagrad(Optimizer):
     """
 
     def __init__(self, params: list[ParameterGroup], **options: Any) -> None:
-        probe = torch.optim.Adagrad([torch.zeros(1)], **options)  # for its checks and its defaults
+        # Only for torch's checks of the options, and its defaults.
+        probe = torch.optim.Adagrad([torch.zeros(1)], **options)
         super().__init__(params, probe.defaults)
 
     @torch.no_grad()

@@ -107,7 +107,8 @@ def _as_array(value: object, rows: int) -> Array:
         kind = type(value).__name__
         raise UserError(f"outputs to be kept hold a {kind}: preprocess_logits_for_metrics must give tensors") from error
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor[:rows]
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()  # numpy has no bfloat16
+    # numpy has no bfloat16.
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
 
 def _join(arrays: tuple[Array, ...]) -> Array:

@@ -123,6 +123,7 @@ def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, objec
     spread = {name for name, p in module.named_parameters() if (shard := shard_of(p)) is not None and shard.over_data}
     return {
         "tensor": {name: sums[name] for name, (_, whole) in held.items() if whole},
+        # Under ZeRO-3 each data-parallel rank holds another partition.
         "data": {} if zero_stage == 3 else {name: sums[name] for name in held if name not in spread},
         "pipeline": {
             f"{key} ({', '.join(weights.names)})": [checksum(p) for p in weights.parameters()]

@@ -310,6 +310,7 @@ def resolve_for(
     """
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
+    # For ZeRO's "auto" bucket sizes.
     hidden_size = getattr(text_config, "hidden_size", None)
     done = {} if progress is None else {"step": progress.step, "trained_samples": progress.trained_samples}
     resolved, max_steps = config.for_data(args, samples, hidden_size, **done)

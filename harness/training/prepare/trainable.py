@@ -92,7 +92,8 @@ class TrainableModel:
         if self.causal is not None:
             return True
         ids = self.example
-        while isinstance(ids, tuple | list) and ids:  # a collator may return inputs in lists
+        # A collator may return inputs in lists.
+        while isinstance(ids, tuple | list) and ids:
             ids = ids[0]
         return isinstance(ids, Tensor) and ids.dim() > 1 and not ids.is_floating_point()
 
@@ -137,7 +138,8 @@ class TrainableModel:
 
 def shaping(config: PretrainedConfig) -> JsonObject:
     """Return the config entries that change the computation in training."""
-    content = without_secret_texts(config.to_dict())  # it is written into checkpoints
+    # The result is written into checkpoints.
+    content = without_secret_texts(config.to_dict())
     return {name: value for name, value in content.items() if name not in UNSHAPING}
 
 
@@ -236,7 +238,8 @@ def _neighbours(spec: EngineSpec, groups: Groups, parts: Parts) -> Neighbours | 
     if spec.resolved.ep_size == 1:
         return None
     ranks = TensorParallel.of(groups.ep_group)
-    if ranks.size == 1:  # tensor-parallel ranks hold all experts, and see the same tokens
+    # Tensor-parallel ranks hold all experts, and see the same tokens: nothing is exchanged.
+    if ranks.size == 1:
         return Neighbours()
     exchange = needed(parts.token_exchange, "expert_parallel over data-parallel ranks", "harness.extras")
     return Neighbours(ranks=ranks, pieces=spec.resolved.token_pieces, exchange=exchange)
@@ -384,9 +387,11 @@ def require_compilable(trainable: TrainableModel, backend: str, options: JsonObj
     if backend not in known:
         raise UserError(f"compile.backend: torch has no backend {backend!r}; it has {one_of(known)}")
     try:
-        torch.compile(lambda: None, backend=backend, **options or {})  # judges the options, and compiles nothing yet
+        # torch checks the options here, and compiles nothing yet.
+        torch.compile(lambda: None, backend=backend, **options or {})
     except (TypeError, RuntimeError) as error:
-        said = str(error).partition(", known options")[0]  # some hundred
+        # torch appends some hundred names.
+        said = str(error).partition(", known options")[0]
         raise UserError(f"compile.mode, compile.kwargs: torch.compile refuses them: {said}") from None
     if trainable.causal is None:
         raise UserError(

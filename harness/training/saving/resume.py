@@ -158,7 +158,8 @@ def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]
     lines = []
     for name in (*saved, *(name for name in now if name not in saved)):
         before, after = (str(values.get(name, "not set")) for values in (saved, now))
-        if before != after and saved.get(name, before) != now.get(name, after):  # 1 and 1.0 are the same value
+        # As values too, for which 1 and 1.0 are equal.
+        if before != after and saved.get(name, before) != now.get(name, after):
             uses = f", which uses {after}" if name in now else ""
             lines.append(f"{name}: {before} in the checkpoint, {after} in this run{uses}")
     return lines if saved else []
