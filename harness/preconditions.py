@@ -44,7 +44,8 @@ def _open_streams() -> None:
 def _name_user() -> None:
     """Set USER and HOME for a user id without an account, as in containers."""
     try:
-        getpass.getuser()  # torch asks it for the folder of compiled code
+        # torch asks for it to name the folder of compiled code.
+        getpass.getuser()
     except (KeyError, OSError):
         os.environ["USER"] = str(os.getuid())
     try:

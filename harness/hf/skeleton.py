@@ -270,13 +270,11 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return transformers' causal class for a config, or the one registered for it, or None.
-
-    transformers lists some text decoders only under the model type of the whole model, and has only the parts of others
-    (`text_part.py`). Their classes are registered here, so that AutoModelForCausalLM builds and loads them.
-    """
+    """Return transformers' causal class for a config, or the one registered for it, or None."""
     kind = type(config)
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    # transformers lists some text decoders only under the model type of the whole model, and has only the parts of
+    # others (`text_part.py`).
     if known is None:
         package = kind.__module__.split(".")[-2:-1]
         # Of both tables, model type -> class name, the classes in the config's own package.
@@ -286,6 +284,7 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
         known = next((found for name in listed if (found := getattr(transformers, name)).config_class is kind), None)
         if known is None and wholes:
             known = decoder_of_part(kind, wholes)
+        # So that AutoModelForCausalLM builds and loads it.
         if known is not None:
             AutoModelForCausalLM.register(kind, known, exist_ok=True)
     return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None

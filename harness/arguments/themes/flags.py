@@ -208,7 +208,8 @@ class Flags:
 
     def _taken(self, name: str, value: object) -> object:
         """Return a field's value: converted and checked for a flag (see `_allowed`), with the default for None."""
-        if name not in flags_of(type(self)):  # a field of a program's own class
+        # A field of a program's own class.
+        if name not in flags_of(type(self)):
             return value
         if value is None:
             return next(default_of(item) for item in fields(self) if item.name == name)

@@ -157,10 +157,7 @@ def fill_pipeline(resolution: Resolution, pp_size: int) -> None:
 
 
 def fill_zero_stage(resolution: Resolution, precision: str, stage: int) -> int:
-    """Write the ZeRO stage and the gradient accumulation dtype for 16-bit precisions; return the stage.
-
-    bf16 gradients are accumulated in float32 unless the file says otherwise. fp16 runs at stage 1 instead of 0.
-    """
+    """Write the ZeRO stage and the gradient accumulation dtype for 16-bit precisions; return the stage."""
     if precision == "fp16" and stage == 0:
         resolution.fill(
             "/zero_optimization/stage", 1, "at stage 0 DeepSpeed clips fp16 by a norm that depends on the layout"
@@ -168,6 +165,7 @@ def fill_zero_stage(resolution: Resolution, precision: str, stage: int) -> int:
         return 1
     pointer = "/data_types/grad_accum_dtype"
     masters = resolution.get(f"/{bf16_section(resolution.config)}/bf16_master_weights_and_grads")
+    # What the file says stands, such as sums in bf16.
     if precision != "bf16" or masters or resolution.get(pointer) not in (None, AUTO):
         return stage
     resolution.fill(pointer, "fp32", "harness: a sum in bf16 loses small gradients")

@@ -14,7 +14,9 @@ from harness.config.values.pointers import AUTO, lookup, whole
 from harness.schedules import DEFAULT, model_chunks, named
 from harness.wording import counted
 
-LEAST_BUCKET = 2**22  # number of gradient elements that ZeRO reduces at once
+# Number of gradient elements that ZeRO reduces at once. Each reduction, however small, costs the host some hundred
+# operations; the maximum is DeepSpeed's default, of which it allocates all, even for a smaller model.
+LEAST_BUCKET = 2**22
 MOST_BUCKET = 500_000_000
 MOST_IDLE = 0.2  # share of a pipeline's step above which more micro-batches are advised
 TRAIN = "/train_batch_size"
@@ -122,11 +124,7 @@ def bubble(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_
 
 
 def bucket_elements(hidden: int) -> int:
-    """Return the default number of gradient elements that ZeRO reduces at once: hidden size squared, within bounds.
-
-    The minimum exists because each reduction, however small, costs the host some hundred operations. The maximum is
-    DeepSpeed's default. DeepSpeed allocates the whole bucket, which can be larger than a small model.
-    """
+    """Return the default number of gradient elements that ZeRO reduces at once: hidden size squared, within bounds."""
     return min(max(hidden**2, LEAST_BUCKET), MOST_BUCKET)
 
 

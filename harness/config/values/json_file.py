@@ -38,7 +38,8 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
         _require_regular(now.st_mode)
         # `read(n)` allocates n bytes at once, which a process that is short of memory may not have.
         content = file.read(-1 if most is None else min(most, now.st_size) + 1)
-        if most is not None and content and now.st_size < len(content) <= most:  # has grown, or has no size in /proc
+        # It has grown, or is a file in /proc, which has no size.
+        if most is not None and content and now.st_size < len(content) <= most:
             content += file.read(most + 1 - len(content)) or b""
     # Of some files of the kernel, which wait for content.
     if content is None:

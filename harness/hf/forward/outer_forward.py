@@ -65,11 +65,9 @@ class HiddenShape:
 
 
 class InputsByShape(dict[HiddenShape, list[LayerInputs]]):
-    """The inputs of all layers by micro-batch shape; `make` is called for each new shape.
+    """The inputs of all layers by micro-batch shape; `make` is called for each new shape."""
 
-    A dict, so that a layer finds those of a known shape without a call.
-    """
-
+    # A dict, so that a layer finds those of a known shape without a call.
     def __init__(self, make: Make, device: torch.device) -> None:
         super().__init__()
         self._make = make
@@ -165,15 +163,13 @@ class OuterForward(PlaceholderForward):
         return StagePayload(hidden=reached.hidden, states=outputs)
 
     def arguments(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
-        """Return the arguments of layer `index`: its hidden state [batch, tokens, width], and the other inputs.
-
-        The other inputs are made once for each shape and dtype of hidden states. If they depend on token or position
-        ids, they are made once per micro-batch; if they depend on states, at every call, so that states get gradients.
-        """
+        """Return the arguments of layer `index`: its hidden state [batch, tokens, width], and the other inputs."""
         hidden = payload.hidden
         tokens = payload.tokens
+        # Made at every call, so that states get gradients.
         if self.schema.replayed:
             return self._replay(index, payload)
+        # Inputs that depend on token or position ids are made once per micro-batch, all others once per shape.
         if tokens is not None and (self.schema.tokens or tokens.positions is not None):
             return hidden, self.inputs.of_batch(tokens, hidden.dtype)[index]
         return hidden, self.inputs.of_shape[HiddenShape.of(hidden, tokens)][index]

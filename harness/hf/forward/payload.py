@@ -102,7 +102,8 @@ class PayloadSpec:
             return StagePayload(hidden=value)
         names = self.names(boundary)
         hidden, *rest = value
-        tokens = Tokens(*rest[len(names) :]) if len(rest) > len(names) else None  # ids and positions come last
+        # Ids and positions come last.
+        tokens = Tokens(*rest[len(names) :]) if len(rest) > len(names) else None
         return StagePayload(hidden=hidden, states=dict(zip(names, rest, strict=False)), tokens=tokens)
 
     def close(self, boundary: int, payload: StagePayload) -> Value:

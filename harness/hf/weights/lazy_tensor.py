@@ -310,7 +310,8 @@ def _split(lazy: LazyTensor, sizes: Sequence[int], dim: int) -> list[LazyTensor]
 
 
 def _equal_sizes(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)] or [0]  # one empty part of an empty tensor
+    # An empty tensor has one empty part.
+    return [min(size, total - start) for start in range(0, total, size)] or [0]
 
 
 def _join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:

@@ -30,9 +30,11 @@ from harness.errors import UserError, headline, printable
 from harness.hf.weights.lazy_tensor import Box, InMemory, LazyTensor
 from harness.parallel.host import staging
 
-BLOCK_BYTES = 4 << 20  # most bytes that are mapped at once, or read into temporary memory
+# Most bytes that are mapped at once, or read into temporary memory.
+BLOCK_BYTES = 4 << 20
 TOO_SHORT = "ends too early: was it changed while being read?"
-GAP_BYTES = 4 << 10  # if parts of rows are read, gaps up to this size are read too: a page or less
+# If parts of rows are read, gaps up to this size are read too: the kernel reads whole pages anyway.
+GAP_BYTES = 4 << 10
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -177,7 +179,7 @@ class Stored:
             for index, part in enumerate(into):
                 self._run(part, at + index * step + before)
             return
-        # Short gaps between the rows are read too: the kernel reads whole pages anyway, and one read does for all rows.
+        # With short gaps, one read does for all rows.
         apart = (step - wanted) * size > GAP_BYTES
         rows = max(BLOCK_BYTES // (step * size), 1)
         for first in range(0, len(into), rows):
@@ -243,7 +245,8 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def sampled(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return file name -> size and CRC-32 of sampled blocks, as reading a whole model takes minutes."""
+    """Return file name -> size and CRC-32 of sampled blocks."""
+    # Samples, as reading a whole model takes minutes; the first and the last bytes are among them.
     found = {}
     for name in weight_files(directory):
         file = OpenFile(directory / name)
