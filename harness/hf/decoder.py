@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.context.plan import MakeShardedLayer, TokenSplitSupport, own_tokens
-from harness.hf.context.sequence import SharedSequence
+from harness.hf.context.plan import MakeShardedLayer, TokenSplitSupport
+from harness.hf.context.sequence import SharedSequence, own_tokens
 from harness.hf.forward.chains import Chain
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import CarriedTensor, ForwardOutput, PayloadSpec, StagePayload, Tokens

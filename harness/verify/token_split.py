@@ -25,7 +25,8 @@ from harness.context_parallel.arguments import SplitArguments
 from harness.context_parallel.attention import SharedAttention
 from harness.context_parallel.layer import sharded_layers
 from harness.errors import UserError, text_of
-from harness.hf.context.plan import TokenSplitSupport, kind_of_layer, named_blocks, own_tokens
+from harness.hf.context.plan import TokenSplitSupport, kind_of_layer, named_blocks
+from harness.hf.context.sequence import own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.hf.layers.attention import attention_of, on_any_device

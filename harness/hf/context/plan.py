@@ -10,11 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-import torch
 from torch import nn
 
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.payload import Tokens
 from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.sequence_shards import ContextParallel
 from harness.parallel.tiles import LossTiles
@@ -138,14 +136,3 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
     return type(layer).__name__, tuple(
         (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
     )
-
-
-def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
-    """Return the tokens of this rank's shard, with their positions in the whole sequence if the model takes any."""
-    positions = tokens.positions
-    # Without positions a model counts from 0, which is wrong for every shard but the first.
-    if positions is None and outer.takes_positions:
-        positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)
-    # No layer uses masks made from these tokens. transformers looks up tokens by position, so it could not make masks
-    # that keep documents apart.
-    return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions), is_packed=False)

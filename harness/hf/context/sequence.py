@@ -1,4 +1,4 @@
-"""How ranks split the hidden state between layers.
+"""How ranks split token ids, positions and the hidden state between layers.
 
 Each context rank has a shard of the sequence. With sequence parallelism its tensor-parallel ranks share that shard.
 """
@@ -7,15 +7,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import UserError
+from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.parallel.comm import group_size
 from harness.parallel.context.sequence_shards import ContextParallel, TokenRows
 from harness.parallel.tensor.sequence import join_sequence, split_sequence
 from harness.wording import counted
+
+
+def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
+    """Return the tokens of this rank's shard, with their positions in the whole sequence if the model takes any."""
+    positions = tokens.positions
+    # Without positions a model counts from 0, which is wrong for every shard but the first.
+    if positions is None and outer.takes_positions:
+        positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)
+    # No layer uses masks made from these tokens. transformers looks up tokens by position, so it could not make masks
+    # that keep documents apart.
+    return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions), is_packed=False)
 
 
 def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:

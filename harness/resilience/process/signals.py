@@ -1,7 +1,9 @@
 """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP: a training run saves and exits; any other process exits at once.
 
 Python runs signal handlers only between instructions of the main thread, which may be blocked in a collective. So a
-thread reads the signals from a pipe. The thread also ends this rank if its launcher is gone, as nobody else would.
+thread reads the signals from a pipe. After each step the Trainer asks for them and tells all ranks
+(`_agree_on_control` in `harness/training/trainer.py`). The thread also ends this rank if its launcher is gone, as
+nobody else would.
 """
 
 from __future__ import annotations

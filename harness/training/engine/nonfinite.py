@@ -1,5 +1,8 @@
 """React to a non-finite loss, gradient or weight: `--nonfinite stop`, `skip`, `warn` or `rollback`.
 
+Except with `warn`, the engine has already skipped the update, on all ranks, as they have the same norm: see
+`harness/deepspeed/update.py`.
+
 A step that fp16's dynamic loss scaling skips while the loss is finite is normal and always allowed.
 """
 

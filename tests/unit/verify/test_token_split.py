@@ -10,7 +10,8 @@ import torch
 from harness.context_parallel.tiles import idle_tiles
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import TokenSplit, own_tokens
+from harness.hf.context.plan import TokenSplit
+from harness.hf.context.sequence import own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource
