@@ -116,6 +116,7 @@ class Writer:
 
     def __init__(self) -> None:
         self._buffer = KeptBuffer()
+        # A single thread, so that a phase begins only when older checkpoints have been deleted.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def run(self, phase: Callable[[], T]) -> Future[T]:

@@ -139,6 +139,7 @@ def start_all_to_all(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proc
 
 
 def memory_of(x: Tensor, group: dist.ProcessGroup | None) -> SharedMemory | None:
+    # Asked at every collective, so the cheap conditions come first.
     return _OPEN.get(_ranks(group)) if _OPEN and group is not None and x.device.type == "cpu" else None
 
 

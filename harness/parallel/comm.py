@@ -179,6 +179,7 @@ class MoveShards(torch.autograd.Function):
     forth: ClassVar[Callable[..., Tensor]]
     back: ClassVar[Callable[..., Tensor]]
 
+    # Class methods, unlike torch's static ones, so that a subclass only names its two functions.
     @classmethod
     def forward(cls, ctx: Context, x: Tensor, *how: object) -> Tensor:
         ctx.how = how
@@ -201,7 +202,8 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return x.view_as(x)  # a tensor of its own in the graph, in the memory of x
+        # A tensor of its own in the graph, in the memory of x.
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:

@@ -138,6 +138,7 @@ class RngKeys:
     def begin_step(self, consumed_samples: int) -> None:
         """Begin a step; `consumed_samples` counts the samples of all ranks in earlier steps."""
         self._first = consumed_samples + self.batch_rank * self.micro_batch
+        # By model chunk, because each passes the micro-batches at its own times.
         self._passed: Counter[int] = Counter()
 
     def next(self, chunk: int = 0) -> RngKey:
@@ -167,6 +168,7 @@ class KeyedRng(RngMode):
         self.splits: Sequence[tuple[int, ...]] = ()
         self.tokens: Split | None = None
         self.heads: Split | None = None
+        # A recomputation of the layer enters a new mode, so it counts from 0 again and draws the same numbers.
         self._count = 0
 
     def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:

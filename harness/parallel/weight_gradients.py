@@ -74,6 +74,7 @@ class DeferredGradients:
 
 def accumulate(products: list[Product]) -> None:
     """Compute the weight gradients of `products` and accumulate them in their parameters; empty the list."""
+    # A backward runs without recording, and some callers are within one.
     with torch.enable_grad():
         # Newest first: autograd runs the most recent node first, so gradients are accumulated oldest first, in the
         # order of an ordinary backward. Another order would round differently.
@@ -121,6 +122,7 @@ def linear(
     if product is not None:
         return product(layer, x, weight, bias)
     gradients: DeferredGradients | None = getattr(layer, "weight_gradients", None)
+    # Not by `_linear`, at which torch.compile breaks the graph.
     if gradients is None and products is None:
         return F.linear(x, weight, bias)
     return _linear(x, weight, bias, gradients, products)

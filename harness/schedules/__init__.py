@@ -45,6 +45,7 @@ def model_chunks(num_stages: int, schedule: str, chunks_per_stage: int | None = 
     Args:
         chunks_per_stage: chunks per stage (`pipeline.chunks_per_stage`), for a schedule that leaves their number open.
     """
+    # A single stage never waits, so nothing is gained by cutting it into chunks.
     if num_stages == 1:
         return ModelChunks(1)
     found = named(schedule)

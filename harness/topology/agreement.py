@@ -51,8 +51,7 @@ def check_agreement(
 def host_group() -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks for host tensors; None if the default group takes host tensors itself.
 
-    With NCCL, such values would have to be copied to the GPU, behind all computation queued there. The first call
-    creates the group, so all ranks must make it together.
+    The first call creates the group, so all ranks must make it together.
     """
     assert dist.group.WORLD is not None
     return _beside(dist.group.WORLD)
@@ -64,6 +63,7 @@ def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
     # A backend for each kind of device, as in cpu:gloo,cuda:nccl.
     if "cpu:" in dist.get_backend_config(world):
         return None
+    # NCCL takes only tensors on the GPU, where a small value would wait for all computation queued before it.
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=run_timeout())
     return group
 
@@ -206,15 +206,14 @@ def json_digest(value: object) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+# Kept, because a later change of the files does not change the code that this process has imported.
 @cache
 def code_version() -> str:
-    """Return the installed version of the harness, and a digest of its code, tables and plans on this host.
-
-    Cached: a later change of the files does not change the code that this process has imported.
-    """
+    """Return the installed version of the harness, and a digest of its code, tables and plans on this host."""
     try:
         installed = version("ds-harness")
-    except PackageNotFoundError:  # run from a checkout that was never installed
+    # Run from a checkout that was never installed.
+    except PackageNotFoundError:
         installed = "not installed"
     return f"{installed} {tree_digest(PACKAGE)}"
 

@@ -66,6 +66,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes().items():
+            # `true` in a JSON would pass for 1.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"{axis} parallel size is {size!r}: set it to a whole number of at least 1")
         if fault := expert_fault(self.ep_size, self.tp_size, self.dp_size):

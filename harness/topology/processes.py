@@ -66,7 +66,8 @@ def peak_resident_bytes() -> int:
         for line in Path("/proc/self/status").read_bytes().splitlines():
             if line.startswith(b"VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource  # not in CPython for browsers, where the planner's page imports this module
+    # Not in CPython for browsers, where the planner's page imports this module.
+    import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

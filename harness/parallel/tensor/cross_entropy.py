@@ -123,13 +123,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         if kernels.usable(logits.device):
             own_largest, exp_sum = kernels.exponentials(logits)
-            largest = own_largest if group is None else max_over_group(own_largest, group)
+            largest = max_over_group(own_largest, group)
             # The kernel has subtracted this rank's maximum: rescale its sums to the maximum of the group.
             exp_sum.mul_((own_largest - largest).exp_())
         else:
-            largest = logits.amax(-1).float()
-            if group is not None:
-                largest = max_over_group(largest, group)
+            largest = max_over_group(logits.amax(-1).float(), group)
             exp_sum = torch.empty_like(largest)
             for rows, top, total in in_chunks(logits, largest, exp_sum):
                 # Subtract the maximum over all ranks first, so that no exponential overflows.
@@ -137,6 +135,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
         # Only the rank with the label's column contributes to the sum over the group.
         label_logit = label_logit.masked_fill(~here, 0.0)
+        # Both sums in one all-reduce.
         if group is not None:
             exp_sum, label_logit = sum_over_group(torch.stack([exp_sum, label_logit]), group)
 
