@@ -136,6 +136,7 @@ def _shuffle(positions: _Words, keys: _Words, rows: np.uint64, columns: np.uint6
 def _hashed(words: _Words) -> _Words:
     """Return SplitMix64's hash of each word."""
     first, second, third, multiplier, other = _SPLIT_MIX
+    # On arrays of uint64, numpy multiplies modulo 2^64 without a warning.
     words = (words ^ (words >> first)) * multiplier
     words = (words ^ (words >> second)) * other
     return words ^ (words >> third)

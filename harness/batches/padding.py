@@ -60,6 +60,7 @@ def padding_of(dataset: MapDataset, batches: npt.NDArray[np.integer], *, one_len
     """
     if not isinstance(dataset, PaddedSamples):
         return Padding()
+    # A sample of several sequences (a preferred and a rejected answer) has a length for each.
     found = dataset.lengths(batches.ravel()).reshape(len(batches), -1)
     longest = np.broadcast_to(found.max() if one_length else found.max(axis=1), len(batches))
     lengths = np.full(len(batches), dataset.block_size) if dataset.packing else _rounded(longest, dataset.block_size)

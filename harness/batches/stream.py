@@ -176,6 +176,7 @@ class BatchStream:
         """
         if self._tokens is not None:
             return self._tokens
+        # No more units than samples: then they are samples, and no mask hides any.
         counts_samples = units <= self.micro_batch * self.accumulation
         return (units if counts_samples else units - self._masked) * self.batch_ranks
 
@@ -266,7 +267,7 @@ def require_samples(
 
 def dataset_length(dataset: MapDataset | None) -> int:
     """Return the number of samples. Raises UserError without a length or an index, as it could not be shuffled."""
-    # torch's IterableDataset has a __getitem__ that only raises, and may have a length: exclude it by its class.
+    # torch's IterableDataset has a __getitem__ that only raises, and may have a length: its class excludes it.
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if dataset is not None and map_style and not isinstance(dataset, IterableDataset):
         return len(dataset)

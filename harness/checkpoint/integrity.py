@@ -261,6 +261,7 @@ def _unlisted(files: Collection[str], progress: TrainingProgress) -> str | None:
     if STATE not in files:
         return f"{MANIFEST} does not list {STATE}"
     for stem in (ADAPTERS if progress.adapters else MODEL, *progress.optimizer_states):
+        # A single file, or all files of a split one, whose number is in their names.
         name = re.compile(rf"{re.escape(stem)}(?:-\d{{5}}-of-(\d{{5}}))?\.safetensors")
         parts = list(filter(None, map(name.fullmatch, files)))
         if not parts or len(parts) != int(parts[0][1] or 1):
@@ -275,6 +276,7 @@ def _implausible(progress: TrainingProgress) -> str | None:
             return f"{STATE}: {name} is {getattr(progress, name)}"
     if any(len(each) != 2 or not 0 <= each[0] < each[1] for each in progress.skipped_samples):
         return f"{STATE}: skipped_samples is {progress.skipped_samples}"
+    # A step consumes at least one sample, and trains on at most MOST_A_STEP.
     if not progress.step <= progress.consumed_samples or progress.trained_samples > progress.step * MOST_A_STEP:
         return f"{STATE}: consumed_samples is {progress.consumed_samples} at step {progress.step}"
     return None

@@ -174,6 +174,7 @@ def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[t
     """Return the optimizer's states, by (parameter group, number of dimensions of the updated tensor)."""
     found: dict[tuple[int, int], StateTemplate] = {}
     for each, _ in _updated(held):
+        # By dimensions too, because an optimizer may treat matrices differently.
         key = each.param_group, each.tensor.dim()
         if key not in found:
             found[key] = template(optimizer, each)
@@ -238,6 +239,7 @@ def load_residue(reduction: Compression | None, checkpoint: Path, layout: str, l
         return _read_residue(path, describe(reduction, layout))
 
     found = all_or_none(read)
+    # The residues of all ranks belong together: all are loaded, or none.
     whole = all(all_gather_object(reduction is None or found is not None))
     if reduction is not None and whole and found is not None:
         reduction.set_state(found)

@@ -112,6 +112,7 @@ class OptimizerType:
             offloaded: whether optimizer states are offloaded to the host.
             by_torch: whether `torch_adam` is on.
         """
+        # In DeepSpeed's order: `torch_adam` decides before offloading does.
         if by_torch and self.coupled is not None and not options.get("adam_w_mode", True):
             return self.coupled
         if by_torch and self.torch is not None:

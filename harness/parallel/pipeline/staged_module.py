@@ -322,6 +322,7 @@ class StagedModule(GivenStages):
                 run = partial(run_block, block, key)
                 tensors = value if isinstance(value, tuple) else (value,)
                 value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)
+            # Without recomputation and draws, the layers are just called.
             else:
                 for _, layer in block:
                     value = layer(value)

@@ -70,6 +70,7 @@ STYLES = frozenset(
         "grouped_norm",
     }
 )
+# transformers still takes these two in declared plans.
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 ADVICE = "set tensor_parallel.autotp_size to 1"
 
@@ -95,6 +96,7 @@ def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
                 )
             for name in _PARTS:
                 parts[name] |= case.get(name, {})
+    # After the cases, because a case may remove a style of the file.
     parts["styles"] = {name: rule for name, rule in parts["styles"].items() if rule is not None}
     for name, words in parts["attributes"].items():
         _require_words(name, words)

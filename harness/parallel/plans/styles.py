@@ -350,6 +350,7 @@ def divided(target: PlanTarget) -> nn.Module:
     raise style_error(target, "a parameter")
 
 
+# By name, so that a style without a function fails at import.
 STYLE_FUNCTIONS: dict[str, Callable[[PlanTarget], nn.Module]] = {style: globals()[style] for style in STYLES}
 """Style -> the function above with that name."""
 

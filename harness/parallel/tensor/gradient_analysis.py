@@ -72,6 +72,7 @@ class GivenTensors:
         for value in (*args, *kwargs.values()):
             tensors = list(_tensors(value))
             known = len(tensors)
+            # Of a tuple, the first is the hidden state; all of a mapping was left by earlier layers.
             if isinstance(value, Mapping | tuple):
                 known = 1 if isinstance(value, tuple) else 0
             direct += tensors[:known]

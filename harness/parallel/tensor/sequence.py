@@ -95,6 +95,7 @@ class SequenceShare:
         return share.flatten(0, 1) if whole.dim() == 2 else share
 
     def _is_hidden(self, x: object, tokens: int) -> bool:
+        # By its shape, because hooks see all inputs and outputs of a block: masks, rotary tables, router scores.
         shapes = ((self.batch, tokens, self.width), (self.batch * tokens, self.width))
         return isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) in shapes
 

@@ -65,11 +65,13 @@ class Shard:
     @property
     def copied(self) -> bool:
         """Whether several ranks hold the same entries."""
+        # Then all ranks together hold more entries than the whole tensor has.
         return sum(self.widths) > self.full_shape[self.dim]
 
     @property
     def unequal(self) -> bool:
         """Whether some ranks hold more entries than others."""
+        # Whole experts over data-parallel ranks are padded to one size.
         return len(set(self.widths)) > 1 and not self.over_data
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
