@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -111,28 +111,21 @@ class RngKey:
             yield
 
 
+@dataclass(kw_only=True, eq=False)
 class RngKeys:
     """The keys of this rank's micro-batches, in the order of their forward passes.
 
     The k-th micro-batch of a global batch belongs to batch rank k % batch_ranks (see `BatchStream`).
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        micro_batch: int,
-        batch_rank: int,
-        batch_ranks: int,
-        tensor: TensorParallel,
-        device: torch.device,
-    ) -> None:
-        self.seed = seed
-        self.micro_batch = micro_batch
-        self.batch_rank = batch_rank
-        self.batch_ranks = batch_ranks
-        self.tensor = tensor
-        self.device = device
+    seed: int
+    micro_batch: int
+    batch_rank: int
+    batch_ranks: int
+    tensor: TensorParallel
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.begin_step(0)
 
     def begin_step(self, consumed_samples: int) -> None:
@@ -292,15 +285,10 @@ def _range_of(split: Split, whole: int) -> tuple[int, int] | None:
     return sum(widths[:rank]) * whole // total, widths[rank] * whole // total
 
 
-@contextmanager
-def rng_of_layer(index: int) -> Iterator[None]:
+def rng_of_layer(index: int) -> AbstractContextManager[None]:
     """Draw as pipeline layer `index` from its first draw on, for a computation that several layers repeat."""
     active = _active.get()
-    if isinstance(active, KeyedRng):
-        with active.key.layer(index):
-            yield
-    else:
-        yield
+    return active.key.layer(index) if isinstance(active, KeyedRng) else nullcontext()
 
 
 @contextmanager

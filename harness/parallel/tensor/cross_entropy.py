@@ -164,7 +164,5 @@ def in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same rows (tokens) of several tensors, each [..., vocabulary] or [...], chunk by chunk."""
     dims = logits.dim() - 1
     rows = max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
-    columns = []
-    for tensor in (logits, *others):
-        columns.append(tensor.reshape(-1, *tensor.shape[dims:]).split(rows))
+    columns = (tensor.reshape(-1, *tensor.shape[dims:]).split(rows) for tensor in (logits, *others))
     return zip(*columns, strict=True)
