@@ -210,19 +210,13 @@ def read_progress(checkpoint: Path) -> TrainingProgress:
         for item in known:
             if item.name not in stated and item.default is MISSING and item.default_factory is MISSING:
                 raise ValueError(f"{item.name} is missing")
-        progress = TrainingProgress(**{item.name: stated[item.name] for item in known if item.name in stated})
-        _require_types(progress)
-        return progress
+        # An edited file may contain values of other types.
+        for name, kind in get_type_hints(TrainingProgress).items():
+            if name in stated and not _is_of(stated[name], kind):
+                raise ValueError(f"{name} is {stated[name]!r}")
+        return TrainingProgress(**{item.name: stated[item.name] for item in known if item.name in stated})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-
-
-def _require_types(progress: TrainingProgress) -> None:
-    """Raise ValueError for a value of a wrong type, as in an edited file."""
-    for name, kind in get_type_hints(TrainingProgress).items():
-        value = getattr(progress, name)
-        if not _is_of(value, kind):
-            raise ValueError(f"{name} is {value!r}")
 
 
 def _is_of(value: object, kind: object) -> bool:

@@ -62,7 +62,7 @@ def damage(checkpoint: Path) -> str | None:
         )
         progress = None if wrong else read_progress(checkpoint)
         if progress is not None:
-            wrong = _unlisted(manifest.files, progress) or _implausible(progress)
+            wrong = _missing_entry(manifest.files, progress) or _implausible(progress)
         steps = {MANIFEST: manifest.step, STATE: manifest.step if progress is None else progress.step}
     except UserError as error:
         return str(error)
@@ -256,8 +256,8 @@ def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
     return None if found.st_size == saved else f"{name} has {found.st_size:,} bytes of {saved:,}"
 
 
-def _unlisted(files: Collection[str], progress: TrainingProgress) -> str | None:
-    """Return a file missing from a manifest that a run needs to continue, or None."""
+def _missing_entry(files: Collection[str], progress: TrainingProgress) -> str | None:
+    """Return a problem if a manifest's `files` lack one that a run needs to continue, or None."""
     if STATE not in files:
         return f"{MANIFEST} does not list {STATE}"
     for stem in (ADAPTERS if progress.adapters else MODEL, *progress.optimizer_states):
