@@ -63,12 +63,10 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether stdout is a terminal, so that a progress bar can be redrawn.
-
-        False for a terminal of unknown width (`docker exec -t`), where bars would be empty.
-        """
+        """Whether stdout is a terminal, so that a progress bar can be redrawn."""
         if not self.out.isatty():
             return False
+        # In a terminal of unknown width (`docker exec -t`) bars would be empty.
         with suppress(OSError):
             return os.get_terminal_size(self.out.fileno()).columns > 0
         return True

@@ -38,10 +38,8 @@ def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
 
 
 def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: int) -> Tensor:
-    """Return the mean loss of `steps` micro-batches, a scalar that is equal on all ranks.
-
-    Their shape may differ from training's. Monitors are off, because DeepSpeed would log each call as an evaluation.
-    """
+    """Return the mean loss of `steps` micro-batches, a scalar that is equal on all ranks."""
+    # Otherwise DeepSpeed would log each call to its monitors as an evaluation.
     monitored = engine.monitor.enabled
     engine.monitor.enabled = False
     # Stages exchange shapes only with the first tensor that they send, and the next training step may have other ones.

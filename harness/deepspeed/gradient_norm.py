@@ -53,11 +53,9 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def counts(parameter: Tensor, tp_rank: int) -> bool:
-    """Return whether this rank counts a parameter in the norm.
-
-    It counts its shards, and on tensor-parallel rank 0 also replicated parameters. A tied parameter is counted by the
-    first stage that holds it; DeepSpeed marks the other copies.
-    """
+    """Return whether this rank counts a parameter in the norm."""
+    # A tied parameter is counted by the first stage that holds it. DeepSpeed marks the other copies.
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
+    # Each tensor-parallel rank counts its own shards; of replicated parameters, rank 0's copy counts.
     return tp_rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))

@@ -40,13 +40,11 @@ class StepGradients:
         return self._in_flat(group, at).view_as(parameter)
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient, of the parameter's shape; create zeros if this rank computed none.
-
-        Another rank may have one, and then all ranks must take part in the sum.
-        """
+        """Return the gradient, of the parameter's shape; create zeros if this rank computed none."""
         found = self.found(parameter)
         if found is not None:
             return found
+        # Another rank may have one, and then all ranks must take part in the sum.
         position = self._flat.get(id(parameter))
         if position is not None:
             group, at = position

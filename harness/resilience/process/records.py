@@ -99,6 +99,7 @@ def succeeded(folder: Path) -> bool | None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error only reports a broken connection to another rank."""
+    # By its text, as gloo and NCCL raise errors of general types.
     return any(sign in f"{type(error).__name__}: {error}".lower() for sign in LOST_PEER)
 
 

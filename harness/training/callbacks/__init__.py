@@ -290,7 +290,8 @@ def instances(callbacks: Sequence[AnyCallback]) -> list[TrainerCallback]:
 def take_out(callbacks: list[TrainerCallback], wanted: AnyCallback) -> TrainerCallback | None:
     """Remove a callback, or the first of a class, from the list. Returns it, or None if it is missing."""
     for index, callback in enumerate(callbacks):
-        if callback is wanted or (isinstance(wanted, type) and type(callback) is wanted):
+        # A class stands for its subclasses too, as in HuggingFace.
+        if callback is wanted or (isinstance(wanted, type) and isinstance(callback, wanted)):
             return callbacks.pop(index)
     return None
 

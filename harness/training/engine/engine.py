@@ -313,8 +313,6 @@ class Engine(ABC):
     ) -> list[Batch]:
         """Copy each micro-batch to the device, with a weight that makes the engine's mean a mean over valid labels.
 
-        Weights are computed on the device: the host does not wait for `totals`.
-
         Args:
             totals: the result of `count`, two scalars.
             by_label: weight a micro-batch's router loss by its labels, not its samples, so that an evaluation does not
@@ -324,6 +322,7 @@ class Engine(ABC):
         # The engine divides the sum over micro-batches and data ranks by n; n / total makes it a mean over labels.
         n = len(micro_batches) * layout.dp_size
         counted, rows = totals
+        # On the device: the host does not wait for the totals of all ranks.
         # Clamped, so that a global batch without labels has the loss 0, not NaN.
         weight = n / counted.clamp(min=1.0)
         per_row = n / rows.clamp(min=1.0)

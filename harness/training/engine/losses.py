@@ -85,13 +85,14 @@ class SourceLosses:
     def record(self, losses: Tensor, labels: Tensor, sources: Tensor, tile: int | None = None) -> None:
         """Record `losses` [batch, sequence] of `labels` [batch, sequence]; `sources` [batch] has each row's source.
 
-        `tile` is the first token of a tile of the sequence. A tile that the backward pass recomputes counts once.
+        `tile` is the first token of a tile of the sequence.
         """
         found = losses.new_zeros(2, len(self.names))
         # An evaluation passes no sources.
         if len(sources):
             both = torch.stack([losses.detach().sum(1), (labels != IGNORED).sum(1).float()])
             found.index_add_(1, sources, both)
+        # By tile, so that one that the backward pass recomputes counts once.
         self._found = {0: found} if tile is None else {**self._found, tile: found}
 
     def reported(self) -> dict[str, Tensor]:
@@ -179,6 +180,7 @@ class CausalLoss(Loss):
 
     def count(self, labels: Tensor, rows: int) -> int:
         """Return the number of valid labels [batch, sequence]; a sample's first label has no prediction."""
+        # Labels are still on the host when they are counted, so nothing waits for the device.
         return int((labels[:rows, 1:] != IGNORED).sum())
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:

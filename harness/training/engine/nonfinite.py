@@ -104,16 +104,14 @@ def _not_finite(parameters: Mapping[str, Tensor]) -> str | None:
 
 
 def origin(seen: Sequence[Evidence], *, loss: bool) -> str:
-    """Name the stage where values first became non-finite, and its ranks.
-
-    For a loss: the first stage that sent non-finite activations, or the last stage if none did. For a gradient: the
-    lowest stage that received finite gradients, as backward passes go from the last stage to the first.
-    """
+    """Name the stage where values first became non-finite, and its ranks."""
     last = max(each.stage for each in seen)
     if loss:
+        # The first stage that sent non-finite activations, or the last stage if none did.
         stage = min((each.stage for each in seen if not each.outputs), default=last)
         ranks = [each.rank for each in seen if each.stage == stage and not (each.outputs and each.loss)]
     else:
+        # The lowest stage that received finite gradients, as backward passes go from the last stage to the first.
         got = {each.stage for each in seen if not each.gradients}
         stage = min(set(range(last + 1)) - got, default=last)
         ranks = []

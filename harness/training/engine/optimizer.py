@@ -95,8 +95,6 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """Return the trainable parameters in groups with and without weight decay, chosen as in HF's Trainer.
 
-    HF decays all parameters except biases and norms, including vectors such as `A_log` and `sinks`.
-
     Args:
         first_names: name of a tied parameter in `module` -> its name in the first layer that holds it. The first name
             decides, so that all stages update their copies of a weight alike.
@@ -104,6 +102,7 @@ def parameter_groups(
     in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
 
     def group(name: str) -> tuple[int, ParameterGroup]:
+        # HF decays all parameters except biases and norms, including vectors such as `A_log` and `sinks`.
         is_decayed = name in in_no_layer_norm and not NOT_DECAYED.search(first_names.get(name, name).lower())
         return int(not is_decayed), {"weight_decay": weight_decay if is_decayed else 0.0}
 

@@ -55,6 +55,7 @@ class EngineSpec:
     @property
     def is_pipeline(self) -> bool:
         """Whether DeepSpeed's pipeline engine drives the run; ZeRO-2 and ZeRO-3 exclude it."""
+        # PipelineEngine asserts it.
         return self.resolved.zero_stage < 2
 
 

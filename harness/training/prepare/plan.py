@@ -171,11 +171,8 @@ class RunSpec(EngineSpec):
         }
 
     def resolved_at(self, progress: TrainingProgress) -> tuple[Resolved, int]:
-        """Return the config and the number of steps of a run that resumes at `progress`.
-
-        With --num_train_epochs they depend on the remaining samples, because the saved run may have had another global
-        batch.
-        """
+        """Return the config and the number of steps of a run that resumes at `progress`."""
+        # With --num_train_epochs they depend on the remaining samples: the saved run may have had another global batch.
         resolved, max_steps, _ = resolve_for(self.source, self.args, self.config, self.samples, progress)
         return resolved, max_steps
 

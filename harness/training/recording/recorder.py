@@ -227,6 +227,7 @@ class Recorder:
             if values:
                 logs[name] = mean(values)
         logs.pop("source_losses", None)
+        # Over a dict, not a set, whose order of names would differ between runs.
         of_sources = {
             f"{name}_loss": mean(each.source_losses[name] for each in counted if name in each.source_losses)
             for name in {name: None for each in counted for name in each.source_losses}

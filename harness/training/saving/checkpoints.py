@@ -106,10 +106,7 @@ class Checkpoints:
 
     @inside("saving")
     def begin(self, *, last: bool = False) -> None:
-        """Begin to save the current state, unless its save has already begun; warn if it fails.
-
-        The `last` save of a run waits until it is complete.
-        """
+        """Begin to save the current state, unless begun already; warn if it fails. A run's `last` save is awaited."""
         if self._state_of != (self.run.state.global_step, self.run.state.consumed_samples):
             self.finish()
             # The last save needs no copy of the weights in memory: no step changes them while it is written.

@@ -168,6 +168,12 @@ def test_callbacks_are_taken_as_instances_and_as_classes() -> None:
     assert take_out(callbacks, mine) is mine
     assert isinstance(take_out(callbacks, Mine), Mine)
     assert take_out(callbacks, Mine) is None and callbacks == []
+
+    class Derived(Mine):
+        pass
+
+    callbacks = instances([Derived])
+    assert isinstance(take_out(callbacks, Mine), Derived) and callbacks == []
     with pytest.raises(UserError, match="callback 3 has no on_train_begin"):
         instances([3])  # type: ignore[list-item]
     with pytest.raises(UserError, match=r"give \[callback\]"):
