@@ -99,7 +99,11 @@ def _help(verb: str) -> int:
     if verb in ("", "-h", "--help"):
         parser.print_help()
         return 0 if verb else 2
-    print(f"ds-harness: unknown verb {verb!r}; use one of {', '.join(VERBS)}", file=sys.stderr)
+    from harness.spelling import nearest
+
+    meant = nearest(verb, VERBS)
+    advice = f"use one of {', '.join(VERBS)}" if meant is None else f"did you mean {meant}?"
+    print(f"ds-harness: unknown verb {verb!r}; {advice}", file=sys.stderr)
     return 2
 
 

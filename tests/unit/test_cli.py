@@ -33,6 +33,11 @@ def test_words_that_are_no_verb(words: list[str], code: int, capsys: pytest.Capt
         assert all(f"\n  {name} " in captured.out for name in VERBS)
 
 
+def test_of_a_misspelt_verb_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry_run"]) == 2
+    assert capsys.readouterr().err == "ds-harness: unknown verb 'dry_run'; did you mean dry-run?\n"
+
+
 def test_the_words_are_those_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
