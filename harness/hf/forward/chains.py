@@ -97,6 +97,7 @@ def find_chains(forward: PlaceholderForward) -> Chains:
     # A dropout shows only in training, and a cast only in one of the dtypes.
     found: set[Chains] = set()
     training = forward.model.training
+    buffers = [(module, dict(module.named_buffers(recurse=False))) for module in forward.model.modules()]
     for mode in (True, False):
         forward.model.train(mode)
         for dtype in (torch.float32, torch.bfloat16):
@@ -106,6 +107,10 @@ def find_chains(forward: PlaceholderForward) -> Chains:
                 probe = ChainProbe(forward, dtype).chains
             found.add(probe)
     forward.model.train(training)
+    # CTRL's forward casts its table of positions to the dtype of its input and keeps the result, which bfloat16 rounds.
+    for module, before in buffers:
+        for name, buffer in before.items():
+            setattr(module, name, buffer)
     prologues = {chains.prologue for chains in found}
     epilogues = {chains.epilogue for chains in found}
     return Chains(prologues.pop() if len(prologues) == 1 else None, epilogues.pop() if len(epilogues) == 1 else None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.ctrl.modeling_ctrl import positional_encoding
 
 from harness.hf.forward.chains import Chains, find_chains
 from harness.hf.forward.outer_forward import OuterForward
@@ -43,3 +44,10 @@ def test_a_tensor_that_was_written_to_between_two_modules_breaks_the_chain() -> 
     outer = outer_of("llama")
     outer.model.get_submodule("lm_head").register_forward_pre_hook(lambda _module, given: (given[0].add_(1),))
     assert find_chains(outer) == Chains(("model.embed_tokens",), None)
+
+
+def test_the_search_leaves_the_models_tables_as_they_were() -> None:
+    model = build_skeleton(config("ctrl"))
+    before = positional_encoding(model.config.n_positions, model.config.n_embd, torch.float32)
+    outer = OuterForward(model, torch.device("cpu"))
+    assert torch.equal(outer.model.transformer.pos_encoding, before)
