@@ -123,11 +123,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         if kernels.usable(logits.device):
             own_largest, exp_sum = kernels.exponentials(logits)
-            largest = max_over_group(own_largest, group)
+            largest = own_largest if group is None else max_over_group(own_largest, group)
             # The kernel has subtracted this rank's maximum: rescale its sums to the maximum of the group.
             exp_sum.mul_((own_largest - largest).exp_())
         else:
-            largest = max_over_group(logits.amax(-1).float(), group)
+            largest = logits.amax(-1).float()
+            if group is not None:
+                largest = max_over_group(largest, group)
             exp_sum = torch.empty_like(largest)
             for rows, top, total in in_chunks(logits, largest, exp_sum):
                 # Subtract the maximum over all ranks first, so that no exponential overflows.

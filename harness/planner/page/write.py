@@ -38,6 +38,7 @@ SOURCES = (
     "schedules",
     "atomic.py",
     "errors.py",
+    "records.py",
     "spelling.py",
     "wording.py",
 )
