@@ -73,6 +73,7 @@ def fail_on_the_second_rank(_folder: Path, _first: int) -> None:
     dist.barrier()  # gloo says here that the other rank has gone
 
 
+@pytest.mark.thorough
 def test_a_config_is_certified_and_a_run_of_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = tmp_path / "ds.json"

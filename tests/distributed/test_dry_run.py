@@ -93,12 +93,9 @@ def predicted(job: Job, rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         return json.load(out)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:.*autograd kernel")  # a backward through what was sent
-@pytest.mark.parametrize(
-    ("ranks", "jobs"),
-    [(2, TWO), *(pytest.param(*given, marks=pytest.mark.thorough) for given in ((2, STAGES), (4, FOUR)))],
-    ids=["two", "stages", "four"],
-)
+@pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), (2, STAGES), (4, FOUR)], ids=["two", "stages", "four"])
 def test_it_counts_what_a_run_counts(ranks: int, jobs: list[Job], tmp_path: Path) -> None:
     real, linear = run_ranks(ranks, both, jobs, str(tmp_path)), torch.nn.functional.linear
     for index, job in enumerate(jobs):

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.ranks
 FIRST, OTHERS = ("pp=2", "dp=2 zero=3"), ("tp=2", "dp=2 zero=1")
 
 
-@pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layouts", [FIRST, OTHERS], ids=["first", "others"])
 def test_fp16_comes_to_the_numbers_of_one_process_in_fp16(layouts: tuple[str, ...], tmp_path: Path) -> None:
     compositions = [Composition.parse(f"llama precision=fp16 : {layout}") for layout in layouts]
     (tmp_path / LINES).write_text("".join(f"{each}\n" for each in compositions))
