@@ -120,12 +120,8 @@ OTHERS = [("pp2z1", None), ("pp2z0", "interleaved"), ("pp2z1", "zero-bubble-v")]
 FOUR = [("pp2tp2z0", "zero-bubble"), ("pp2dp2z1", "gpipe")]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "runs"),
-    [(2, TWO), (2, OTHERS), (4, FOUR)],
-    ids=["two", "other schedules", "four"],
-)
 @pytest.mark.thorough
+@pytest.mark.parametrize(("ranks", "runs"), [(2, TWO), (2, OTHERS), (4, FOUR)], ids=["two", "other schedules", "four"])
 def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path, ranks, runs) -> None:
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=6, intermediate_size=256)
     jobs = [Job(model, at, {"pipeline": {**UNEVEN["pipeline"], "schedule": schedule}}) for at, schedule in runs]
