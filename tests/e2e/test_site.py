@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
+pytest.importorskip("mkdocs", reason="the docs extra is not installed: pip install -c constraints.txt -e .[docs]")
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
