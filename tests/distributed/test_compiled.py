@@ -10,7 +10,7 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.training import Curve, Job, reference, tiny_model, train, worst
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 LOSS, NORM = 2e-6, 2e-5  # fp32 sums in another order
 COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}  # traced and differentiated, but no C++ is compiled
@@ -48,7 +48,6 @@ def test_compiled_layers_train_to_the_same_numbers(tmp_path: Path) -> None:
     check(2, [compiled(llama, "tp2z1", tensor_parallel=shared)], tmp_path)
 
 
-@pytest.mark.thorough
 def test_so_they_do_in_stages_and_on_data_ranks(tmp_path: Path) -> None:
     llama = tiny_model(tmp_path / "llama", "llama", True)
     gemma = tiny_model(tmp_path / "gemma2", "gemma2", False)

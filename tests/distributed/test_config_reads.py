@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.unit.config.deepspeed_models import MODELS, attribute
 from tests.unit.config.test_every_key import acts
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 # Keys that none of these runs can show, by their beginnings: who acts on them, and where that is tested.
 ELSEWHERE = {

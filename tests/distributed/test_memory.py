@@ -25,7 +25,7 @@ from harness.topology.layout import Layout
 from tests.support.layers import prepare
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 MARGIN = 1.3  # over the share: what is read or drawn at once, and the interpreter's own growth
 ONE_MORE = 24 << 20  # beside the block that is copied: what torch and Python allocate for themselves
@@ -76,7 +76,6 @@ def config() -> object:
     )
 
 
-@pytest.mark.thorough
 def test_a_rank_that_initialises_holds_its_share_and_one_piece() -> None:
     for peak, kept, whole, _ in run_ranks(4, build, None):
         assert kept < 0.35 * whole

@@ -97,7 +97,8 @@ FIRST = FILES[::4]
 OTHERS = tuple(name for name in FILES if name not in FIRST)
 
 
-@pytest.mark.parametrize("files", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("files", [FIRST, OTHERS], ids=["first", "others"])
 def test_a_model_cut_by_a_plan_file_is_the_model(files: tuple[str, ...]) -> None:
     assert [name for name in files if not SHAPES.get(name)] == [], "without a shape in tests/support/plan_models.py"
     for rank, result in enumerate(run_ranks(SIZE, run_shapes, files, timeout_s=300)):

@@ -22,7 +22,7 @@ from tests.support.preferences import FLAGS, LABELLED, PAIRS, Step, evaluated, t
 from tests.support.ranks import run_ranks
 from tests.support.training import STEPS, Job, arguments_of
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 BATCH = 4
 
@@ -138,8 +138,8 @@ ON_FOUR = [
     ("ranks", "jobs"),
     [
         pytest.param(2, FIRST, id="two ranks"),
-        pytest.param(2, OTHERS, id="other layouts", marks=pytest.mark.thorough),
-        pytest.param(4, ON_FOUR, id="four ranks", marks=pytest.mark.thorough),
+        pytest.param(2, OTHERS, id="other layouts"),
+        pytest.param(4, ON_FOUR, id="four ranks"),
     ],
 )
 def test_every_layout_trains_as_the_formulas(ranks: int, jobs: list[PreferenceJob], tmp_path: Path) -> None:

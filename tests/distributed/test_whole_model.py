@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Job, arguments_of
 from tests.unit.extras.test_whole_model import TOWERS, logits, saved, tensors_in
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 ROWS = [{"input_ids": [(7 * row + at) % 250 + 3 for at in range(24)]} for row in range(8)]
 IDS = torch.tensor([ROWS[0]["input_ids"]])

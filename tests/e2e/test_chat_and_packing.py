@@ -25,7 +25,7 @@ from tests.e2e.launching import SCRIPT
 from tests.support.ranks import run_ranks, script_on_ranks
 from tests.support.training import by_torch, logged, tiny_model
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 CHATS: list[list[dict[str, str]]] = [
     [
@@ -166,7 +166,6 @@ def in_memory(model: str, folder: str) -> tuple[dict[str, float], dict[str, Step
     return *conversations_in_memory(model, folder), refusals(model, folder)
 
 
-@pytest.mark.thorough
 def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "qwen3", False)
     tiny_model(tmp_path / "model-mamba", "mamba", False)

@@ -22,7 +22,8 @@ FIRST = ("dp2z3", "pp2z1")
 OTHERS = tuple(layout for layout in (*OF_DEEPSPEED, *IN_BF16) if layout not in FIRST)
 
 
-@pytest.mark.parametrize("layouts", [FIRST, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=["first", "others"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layouts", [FIRST, OTHERS], ids=["first", "others"])
 def test_a_step_waits_once_for_the_device(layouts: tuple[str, ...], tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "llama", "llama", False)
     bf16 = {"bf16": {"enabled": True}}

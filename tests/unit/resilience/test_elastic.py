@@ -136,6 +136,7 @@ def test_a_lost_host_is_left_out_with_the_same_batch_and_taken_in_again_when_it_
     assert "a host is back: going on with all hosts that answer" in said and "done, after 1 restart" in said
 
 
+@pytest.mark.thorough
 def test_the_host_that_leads_may_be_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3 ", script=KNOWN_ZERO)
     first, second = run.add(trains), run.add(succeeds_at(1, lost_peer_when(lambda: first.is_killed)))
@@ -300,6 +301,7 @@ def test_when_the_store_is_lost_and_back_the_run_goes_on_from_its_checkpoint(tmp
     assert hosts[0].ranks.commands[0][1][-2:] == ["--resume_from_checkpoint", "auto"]
 
 
+@pytest.mark.thorough
 def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +427,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("secret", ["", "of the run"])
+@pytest.mark.thorough
 def test_what_another_user_writes_into_the_store_is_not_executed(
     tmp_path: Path, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
